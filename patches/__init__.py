@@ -1,0 +1,1 @@
+"""Unified diffs for the pinned SGLang; see README.md beside this file."""

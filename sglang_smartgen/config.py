@@ -1,0 +1,132 @@
+"""The one configuration of SmartGen: a frozen struct read from a file, a JSON text or the environment."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+CONFIG_ENV = "SGLANG_SMARTGEN_CONFIG"
+
+Mode = Literal["smartgen", "full", "partial", "proactive_only"]
+Order = Literal["sequential"]
+
+
+class ConfigError(ValueError):
+    """A configuration value that cannot be used; its text is one sentence for the user."""
+
+
+class SmartGenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of both sides; P reads `selector`, `store_gb` and `transport`, D decides the rest.
+
+    Attributes
+    ----------
+    mode: what is sent before decode starts; see docs of the modes in the README.
+    selector: name of the KV selector (`sglang_smartgen.select.registry`).
+    ratio: share of the prompt's entries that a decode step may use, 0 < ratio <= 1.
+    blocks_per_layer: M, the number of token ranges that a layer is pushed in.
+    proactive_blocks: K_r, blocks pushed before decode starts, clipped to [2M, L*M];
+        none = a quarter of all blocks.
+    order: order in which blocks are pushed.
+    min_prompt_len: prompts shorter than this use SGLang's own full transfer and dense attention.
+    store_gb: budget of the prefill store in GiB.
+    fetch_timeout_s: seconds that one remote fetch may take before its requests fail.
+    transport: name of the transport.
+    """
+
+    mode: Mode = "smartgen"
+    selector: str = "hata"
+    ratio: float = 0.2
+    blocks_per_layer: int = 1024
+    proactive_blocks: int | None = None
+    order: Order = "sequential"
+    min_prompt_len: int = 256
+    store_gb: float = 4.0
+    fetch_timeout_s: float = 5.0
+    transport: Literal["mooncake"] = "mooncake"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise ConfigError(f"ratio is {self.ratio}; allowed is 0 < ratio <= 1")
+        for field in ("blocks_per_layer", "min_prompt_len", "store_gb", "fetch_timeout_s"):
+            if not getattr(self, field) > 0:
+                raise ConfigError(f"{field} is {getattr(self, field)}; it must be positive")
+        if self.proactive_blocks is not None and self.proactive_blocks <= 0:
+            raise ConfigError(
+                f"proactive_blocks is {self.proactive_blocks}; it must be positive, "
+                "or left out to let SmartGen choose"
+            )
+        from sglang_smartgen.select.registry import check_name
+
+        try:
+            check_name(self.selector)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    def proactive_blocks_of(self, layers: int) -> int:
+        """K_r for a model of `layers` layers under this mode, before clipping to [2M, L*M]."""
+        total = layers * self.blocks_per_layer
+        if self.mode == "full":
+            return total
+        if self.mode == "partial":
+            return 2 * self.blocks_per_layer
+        return total // 4 if self.proactive_blocks is None else self.proactive_blocks
+
+    def for_request(self, overrides: object) -> SmartGenConfig:
+        """This configuration with the overrides of one request (`mode`, `ratio`, `proactive_blocks`).
+
+        They come from `sampling_params.custom_params["smartgen"]`, so that one pair of servers can
+        run the arms of a comparison side by side. Raises ConfigError on anything else.
+        """
+        if overrides is None:
+            return self
+        if not isinstance(overrides, dict) or not set(overrides) <= set(PER_REQUEST):
+            raise ConfigError(
+                f"custom_params.smartgen is {overrides!r}; allowed is an object with the keys "
+                f"{', '.join(PER_REQUEST)}"
+            )
+        return _convert({**msgspec.to_builtins(self), **overrides})
+
+
+PER_REQUEST = ("mode", "ratio", "proactive_blocks")
+
+
+def load_config(source: str) -> SmartGenConfig:
+    """Read a configuration from a JSON text (it starts with `{`) or from a JSON file.
+
+    Raises ConfigError with one sentence that names the key, what was given and what is allowed.
+    """
+    text = source.strip()
+    if not text.startswith("{"):
+        path = Path(text)
+        try:
+            text = path.read_text()
+        except OSError as error:
+            raise ConfigError(f"smartgen config file {path}: {error.strerror}") from None
+    try:
+        value = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"smartgen config is not valid JSON: {error}") from None
+    return _convert(value)
+
+
+def config_from_env() -> SmartGenConfig | None:
+    """The configuration that `SGLANG_SMARTGEN_CONFIG` names, or None when SmartGen is switched off."""
+    source = os.environ.get(CONFIG_ENV, "").strip()
+    return load_config(source) if source else None
+
+
+def _convert(value: Any) -> SmartGenConfig:
+    try:
+        return msgspec.convert(value, SmartGenConfig)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        message = str(error)
+        if unknown := re.search(r"unknown field `(.+?)`", message):
+            allowed = ", ".join(SmartGenConfig.__struct_fields__)
+            message = f"unknown key '{unknown[1]}'; allowed keys are {allowed}"
+        raise ConfigError(f"smartgen config: {message}") from None

@@ -1,0 +1,103 @@
+"""What SGLang 0.5.23 needs on a host without a GPU: six obstacles, a module each.
+
+Nothing here imports SGLang before `install`. Obstacles 1, 2, 5 and 6 are met in the launcher, by
+`prepare_environment`, before SGLang is imported; spawned processes inherit the environment.
+Obstacles 3 and 4 are hooks in each scheduler process, registered by `install`. On a host with a
+GPU all of this does nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from . import (
+    arguments,
+    cpu_engine,
+    device_flags,
+    host_register,
+    kernel_stand_in,
+    retraction_backup,
+    sender_indices,
+)
+from .hook import Hook
+from .host import is_cpu_only
+
+__all__ = ["Hook", "hooks", "install", "is_cpu_only", "prepare_environment", "statuses"]
+
+STATUS_ENV = "SMARTGEN_CPU_HOST_STATUS"
+"""The launcher's statuses as JSON, for the processes that it spawns."""
+
+_OBSTACLES = (
+    cpu_engine,
+    kernel_stand_in,
+    host_register,
+    sender_indices,
+    retraction_backup,
+    device_flags,
+)
+_HOOKED = (host_register, sender_indices)
+_local: dict[str, str] = {}
+
+
+def active(argv: list[str] | None = None) -> bool:
+    """Whether the help applies: no GPU here, and no other device (`--device xpu`) asked for."""
+    asked = arguments.value(argv, "--device") if argv is not None else None
+    return asked in (None, "cpu") and is_cpu_only()
+
+
+def prepare_environment(argv: list[str]) -> list[str]:
+    """Prepare this process and those it spawns for SGLang on a CPU; call before importing SGLang.
+
+    Sets environment variables the user has not set and returns `argv` with missing flags added;
+    what the user gave is never changed. On a host with a GPU it returns `argv` as it is.
+    """
+    if not active(argv):
+        return argv
+    launcher = {
+        cpu_engine.NAME: cpu_engine.prepare(os.environ),
+        kernel_stand_in.NAME: kernel_stand_in.prepare(os.environ),
+    }
+    for obstacle in (retraction_backup, device_flags):
+        argv, launcher[obstacle.NAME] = obstacle.prepare(argv)
+    os.environ[STATUS_ENV] = json.dumps(launcher)
+    return argv
+
+
+def hooks() -> list[Hook]:
+    """The changes to SGLang code that a scheduler process needs here; none on a host with a GPU."""
+    return [obstacle.HOOK for obstacle in _HOOKED] if STATUS_ENV in os.environ else []
+
+
+def install() -> None:
+    """Register `hooks()` with SGLang; call from the plugin, in every process.
+
+    Only scheduler processes get them: hooking a function imports its module, and the other
+    processes do not need those.
+    """
+    if not (needed := hooks()):
+        return
+    if "sglang.srt.managers.scheduler" not in sys.modules:
+        _local.update({obstacle.NAME: "skipped: not a scheduler process" for obstacle in _HOOKED})
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for hook in needed:
+        HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
+    _local.update({obstacle.NAME: "applied" for obstacle in _HOOKED})
+
+
+def statuses() -> dict[str, str]:
+    """Each obstacle's status in this process: `applied`, `not needed` or `skipped: why`."""
+    if not is_cpu_only():
+        return {obstacle.NAME: "not needed" for obstacle in _OBSTACLES}
+    inherited = json.loads(os.environ.get(STATUS_ENV, "{}"))
+    unknown = "skipped: this process was not started through sglang_smartgen.launch_server"
+    waiting = "skipped: no scheduler runs in this process" if inherited else unknown
+    return {
+        obstacle.NAME: inherited.get(obstacle.NAME)
+        or _local.get(obstacle.NAME)
+        or (waiting if obstacle in _HOOKED else unknown)
+        for obstacle in _OBSTACLES
+    }

@@ -1,0 +1,289 @@
+"""D's side: rooms, masks, metadata pool, arena, and the way in and out of every room.
+
+Owner: the KV manager of a decode rank creates one. The scheduler thread opens, commits, serves and
+releases rooms; SGLang's decode thread calls `on_message` for P's control messages and its heartbeat
+thread calls `on_peer_dead`. P writes mask bytes, KV, metadata and arena from outside, one-sided.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from sglang_smartgen.config import SmartGenConfig
+from sglang_smartgen.core.geometry import DENSE_LAYERS
+from sglang_smartgen.core.mask import PADDING, REMOTE
+from sglang_smartgen.engine.decode_room import DecodeRoom
+from sglang_smartgen.engine.runtime import ModelFacts
+from sglang_smartgen.select.base import Selector
+from sglang_smartgen.transfer.arena import Arena
+from sglang_smartgen.transfer.messages import (
+    VERSION,
+    Endpoint,
+    FetchDone,
+    Hello,
+    Message,
+    OpenRoom,
+    Registration,
+    Release,
+    Released,
+    Started,
+)
+from sglang_smartgen.transfer.quarantine import Quarantine
+from sglang_smartgen.transfer.region import HostRegion
+from sglang_smartgen.transfer.remote_lane import RemoteLane, Send
+from sglang_smartgen.transfer.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+QUARANTINE_LIMIT_S = 60.0
+FINISHED_KEPT = 256
+
+
+class DecodeSide:
+    """Everything a decode rank keeps for SmartGen."""
+
+    def __init__(
+        self,
+        *,
+        config: SmartGenConfig,
+        facts: ModelFacts,
+        selector: Selector,
+        transport: Transport,
+        session: str,
+        reply: Endpoint,
+        send: Send,
+        rank: int,
+    ) -> None:
+        self.config = config
+        self.facts = facts
+        self.selector = selector
+        self._session = session
+        self._reply = reply
+        self._send = send
+        g = facts.geometry
+        rows, max_len = facts.req_to_token.shape
+        slots = facts.keys[0].shape[0]
+        self._mask_memory = HostRegion(g.layers * rows * max_len)
+        self.masks = self._mask_memory.tensor(0, (g.layers, rows, max_len), torch.int8)
+        self.metadata = self._metadata_pool(slots)
+        self.arena = Arena(slots * g.kv_heads * g.entry_bytes)
+        self._scratch = HostRegion(4096)
+        for memory in (self._mask_memory, self._metadata_memory, self.arena.memory, self._scratch):
+            transport.register(memory.region)
+        self.lane = RemoteLane(session, reply, send, config.fetch_timeout_s)
+        self.quarantine = Quarantine(QUARANTINE_LIMIT_S)
+        self._generation = time.time_ns() >> 20
+        self._rooms: dict[int, DecodeRoom] = {}
+        self._by_row: dict[int, DecodeRoom] = {}
+        self._smart_peers: set[Endpoint] = set()
+        self._died: dict[str, float] = {}
+        self.finished: deque[dict[str, Any]] = deque(maxlen=FINISHED_KEPT)
+        self.rank = rank
+        self.counters = {"rooms": 0, "fallbacks": 0, "failures": 0}
+
+    def _metadata_pool(self, slots: int) -> Tensor:
+        """One pool [sparse_layers, slots, kv_heads, width], addressed by the KV pool's own slots."""
+        g, s = self.facts.geometry, self.selector
+        shape = (max(1, g.sparse_layers), slots, g.kv_heads, s.metadata_width)
+        length = torch.Size(shape).numel() * s.metadata_dtype.itemsize
+        self._metadata_memory = HostRegion(max(1, length))
+        return self._metadata_memory.tensor(0, shape, s.metadata_dtype)
+
+    def registration(self) -> Registration:
+        """What every P must know once to write here."""
+        g = self.facts.geometry
+        _, rows, max_len = self.masks.shape
+        return Registration(
+            version=VERSION,
+            session=self._session,
+            fingerprint=self.selector.fingerprint(),
+            layers=g.layers,
+            kv_row_bytes=g.row_bytes,
+            mask=self.masks.data_ptr(),
+            mask_rows=rows,
+            mask_width=max_len,
+            metadata=[self.metadata[i].data_ptr() for i in range(g.sparse_layers)],
+            metadata_row_bytes=self.metadata[0, 0].numel() * self.metadata.itemsize,
+            arena=self.arena.region.address,
+            arena_bytes=self.arena.region.length,
+            scratch=self._scratch.region.address,
+            tp_size=self.facts.tp_size,
+        )
+
+    def open(
+        self,
+        *,
+        room: int,
+        rid: str,
+        row: int,
+        slots: Tensor,
+        peer: Endpoint | None,
+        bootstrap_addr: str,
+        overrides: object,
+    ) -> OpenRoom | None:
+        """Make a room before P is told its slots; the message for P, or None for a short prompt.
+
+        slots: int64 [prompt_len]. With `peer` None (a P of another TP size) the room is opened for
+        a full transfer. Raises ConfigError when the request's overrides are not allowed.
+        """
+        config = self.config.for_request(overrides)
+        prompt_len = int(slots.numel())
+        blocks = min(config.blocks_per_layer, prompt_len)
+        if prompt_len < config.min_prompt_len:
+            return None
+        g = self.facts.geometry
+        self._generation += 1
+        self.masks[:, row].fill_(PADDING)
+        mask = self.masks[:, row, :prompt_len]
+        mask.fill_(REMOTE)
+        state = DecodeRoom(
+            room=room,
+            generation=self._generation,
+            rid=rid,
+            row=row,
+            slots=slots,
+            mask=mask,
+            peer=peer,
+            bootstrap_addr=bootstrap_addr,
+            config=config,
+            geometry=g,
+        )
+        self._rooms[room] = state
+        self._by_row[row] = state
+        self.counters["rooms"] += 1
+        if peer is None:
+            return None
+        return OpenRoom(
+            version=VERSION,
+            room=room,
+            generation=state.generation,
+            row=row,
+            prompt_len=prompt_len,
+            blocks_per_layer=blocks,
+            # A prompt shorter than M tokens has fewer blocks; the same share of them goes first.
+            proactive_blocks=config.proactive_blocks_of(g.layers)
+            * blocks
+            // config.blocks_per_layer,
+            order=config.order,
+            metadata=not state.selects_all,
+            keep=config.mode in ("smartgen", "partial"),
+        )
+
+    def room_of_row(self, row: int) -> DecodeRoom | None:
+        """The SmartGen room that owns a row, or None (short prompt, health check)."""
+        return self._by_row.get(row)
+
+    def room(self, room: int) -> DecodeRoom | None:
+        """The state of a room number."""
+        return self._rooms.get(room)
+
+    def commit(self, room: int) -> None:
+        """SGLang took the request over for decode: fix what is local and complete the metadata."""
+        state = self._rooms.get(room)
+        if state is None:
+            return
+        whole = state.started is None
+        state.commit(encode_here=whole)
+        if whole:
+            self.counters["fallbacks"] += 1
+            state.stats.fallback = "full transfer"
+            logger.info("room %s: full transfer, prompt tokens: %d", room, state.prompt_len)
+            if not state.selects_all:
+                self._encode_here(state)
+
+    def _encode_here(self, state: DecodeRoom) -> None:
+        """Metadata of a prompt that came whole: the same bytes that a SmartGen P would have sent."""
+        anchor_len = min(self.selector.anchor_tokens, state.prompt_len)
+        for layer in range(DENSE_LAYERS, self.facts.geometry.layers):
+            keys = self.facts.keys[layer].index_select(0, state.slots)
+            anchor = keys[:anchor_len] if anchor_len else None
+            encoded = self.selector.encode(layer, keys, anchor)
+            self.metadata[layer - DENSE_LAYERS].index_copy_(0, state.slots, encoded)
+
+    def on_message(self, message: Message) -> None:
+        """A control message of a P arrived (SGLang's decode thread)."""
+        match message:
+            case FetchDone():
+                self.lane.answered(message)
+            case Started(room=room, generation=generation):
+                state = self._rooms.get(room)
+                if state is not None and state.generation == generation:
+                    state.started = message
+                    if state.peer is not None:
+                        self._smart_peers.add(state.peer)
+            case Released(room=room, generation=generation):
+                self.quarantine.acknowledge(room, generation)
+            case Hello(host=host, port=port):
+                self._smart_peers.add(Endpoint(host, port))
+            case _:
+                logger.warning("SmartGen: unexpected %s on a decode node", type(message).__name__)
+
+    def on_peer_dead(self, bootstrap_addr: str) -> None:
+        """SGLang's heartbeat gave a P up: nothing it started can land any more."""
+        self._died[bootstrap_addr] = time.monotonic()
+
+    def release(self, room: int, free: Callable[[], None]) -> None:
+        """The request is over; run `free` (slots and row) once P can no longer write to them."""
+        state = self._rooms.pop(room, None)
+        if state is None:
+            free()
+            return
+        self._finish(state)
+        if state.peer is None or state.peer not in self._smart_peers:
+            self._free(state, free)
+            return
+        peer = state.peer
+        message = Release(room, state.generation, self._session, self._reply)
+
+        def resend() -> None:
+            try:
+                self._send(peer, message)
+            except Exception as error:
+                logger.debug("release of room %s: %s", room, error)
+
+        self.quarantine.hold(
+            room,
+            state.generation,
+            free=lambda: self._free(state, free),
+            resend=resend,
+            peer_is_dead=lambda: self._died.get(state.bootstrap_addr, 0.0) > state.opened,
+        )
+
+    def _free(self, state: DecodeRoom, free: Callable[[], None]) -> None:
+        self.arena.settled(state.room, state.generation)
+        if self._by_row.get(state.row) is state:
+            del self._by_row[state.row]
+        free()
+
+    def _finish(self, state: DecodeRoom) -> None:
+        if state.failure is not None:
+            self.counters["failures"] += 1
+        record = msgspec.to_builtins(state.stats)
+        record["failure"] = state.failure
+        self.finished.append(record)
+
+    def drain(self) -> None:
+        """Free what has left quarantine; the scheduler calls it on every turn of its loop."""
+        if len(self.quarantine):
+            self.quarantine.drain()
+
+    def snapshot(self) -> dict[str, Any]:
+        """State for `/server_info`."""
+        return {
+            "role": "decode",
+            "config": msgspec.to_builtins(self.config),
+            "counters": dict(self.counters),
+            "open_rooms": len(self._rooms),
+            "quarantined_rooms": len(self.quarantine),
+            "quarantined_slabs": self.arena.quarantined,
+            "fetch_wait_s": self.lane.seconds_waited,
+            "finished": list(self.finished),
+        }

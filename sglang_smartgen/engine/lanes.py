@@ -1,0 +1,167 @@
+"""The two lanes of a decode step in one layer: gather what is local while P sends the rest.
+
+The paper lets remote rows land in the leading columns of the gathered KV itself. Here they land in
+an arena of their own, one run a request, and are then put both at their place and into the KV pool:
+a request costs one write instead of one a row (65 to 95 us each on Mooncake TCP), a fetched entry is
+kept and never fetched again, and the order of the rows, and so the answer's last bits, stays that of
+the selector. Fetched entries are kept one by one (`DecodeRoom.held`), not as whole tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import torch
+from torch import Tensor
+
+from sglang_smartgen.core.geometry import DENSE_LAYERS
+from sglang_smartgen.core.mask import LOCAL
+from sglang_smartgen.core.split import SplitIndex, split_index
+from sglang_smartgen.engine.decode_room import DecodeRoom
+from sglang_smartgen.engine.decode_side import DecodeSide
+from sglang_smartgen.transfer.arena import Slab
+from sglang_smartgen.transfer.remote_lane import Ask, Ticket
+
+
+class Wanted(msgspec.Struct):
+    """What one request of the batch attends to: `positions` int64 [kv_heads, k], ascending.
+
+    absent: bool [kv_heads, k], entries that mode `proactive_only` has evicted; None otherwise.
+    """
+
+    index: int
+    room: DecodeRoom
+    positions: Tensor
+    split: SplitIndex | None = None
+    absent: Tensor | None = None
+    arena_offset: int = 0
+
+
+class Lanes:
+    """Gathers K and V of wanted entries from the pool and, where needed, from P."""
+
+    def __init__(self, side: DecodeSide) -> None:
+        self._side = side
+        self._geometry = side.facts.geometry
+
+    def gather(
+        self, layer: int, wanted: list[Wanted]
+    ) -> Iterator[tuple[Wanted, Tensor, Tensor]]:
+        """Each request with its K and V, [kv_heads, k, head_dim] in the order of its positions.
+
+        A room whose fetch failed is marked failed and yields zeros; the scheduler ends its request.
+        """
+        remote = [want for want in wanted if self._split(layer, want)]
+        slab, ticket = self._ask(layer, remote) if remote else (None, None)
+        serial = [w for w in remote if w.room.config.mode == "partial"]
+        if slab is not None and ticket is not None and serial:
+            # The paper's baseline has no parallel lanes: the fetch first, then the local gather.
+            self._side.lane.wait(ticket)
+        gathered = [(want, *self._local(layer, want)) for want in wanted]
+        if slab is not None and ticket is not None:
+            self._receive(layer, remote, slab, ticket, gathered)
+        yield from gathered
+
+    def _split(self, layer: int, want: Wanted) -> bool:
+        """Split by Algorithm 1; True when something must be fetched."""
+        room = want.room
+        room.stats.entries_selected += want.positions.numel()
+        status = room.status(layer)
+        if status is None:
+            return False
+        split = split_index(want.positions[None], status[None])
+        if not bool(split.remote.any()):
+            return False
+        if room.config.mode == "proactive_only":
+            want.absent = status.gather(1, want.positions) != LOCAL
+            return False
+        want.split = split
+        return room.failure is None
+
+    def _ask(self, layer: int, remote: list[Wanted]) -> tuple[Slab | None, Ticket | None]:
+        slab = self._side.arena.take()
+        if slab is None:
+            for want in remote:
+                want.room.fail("every arena slab is in quarantine after failed fetches")
+            return None, None
+        asks: list[Ask] = []
+        offset = slab.offset
+        for want in remote:
+            assert want.split is not None and want.room.peer is not None
+            counts = want.split.remote[0].tolist()
+            positions = [
+                want.split.reordered[0, head, :count] for head, count in enumerate(counts)
+            ]
+            want.arena_offset = offset
+            asks.append(
+                Ask(want.room.room, want.room.generation, want.room.peer, offset, positions)
+            )
+            entries = sum(counts)
+            offset += entries * self._geometry.entry_bytes
+            stats = want.room.stats
+            stats.entries_fetched += entries
+            stats.bytes_on_demand += entries * self._geometry.entry_bytes
+            if layer not in stats.fetched_layers:
+                stats.fetched_layers.append(layer)
+        return slab, self._side.lane.ask(layer, asks)
+
+    def _local(self, layer: int, want: Wanted) -> tuple[Tensor, Tensor]:
+        """Gather every wanted entry from the pool; remote ones are overwritten when they arrive."""
+        g = self._geometry
+        slots = want.room.slots[want.positions]
+        flat = (slots * g.kv_heads + torch.arange(g.kv_heads)[:, None]).reshape(-1)
+        shape = (g.kv_heads, want.positions.shape[1], g.head_dim)
+        keys = self._side.facts.keys[layer].view(-1, g.head_dim).index_select(0, flat)
+        values = self._side.facts.values[layer].view(-1, g.head_dim).index_select(0, flat)
+        if want.room.failure is not None or want.absent is not None:
+            # Bytes that never arrived may be anything, even NaN, which a mask does not hide.
+            gone = want.absent if want.absent is not None else torch.ones(shape[:2]).bool()
+            keys.view(shape)[gone] = 0
+            values.view(shape)[gone] = 0
+        return keys.view(shape), values.view(shape)
+
+    def _receive(
+        self,
+        layer: int,
+        remote: list[Wanted],
+        slab: Slab,
+        ticket: Ticket,
+        gathered: list[tuple[Wanted, Tensor, Tensor]],
+    ) -> None:
+        """Wait for the remote lane and put its rows at their place and into the pool."""
+        failures = self._side.lane.wait(ticket)
+        by_index = {want.index: (keys, values) for want, keys, values in gathered}
+        for want in remote:
+            keys, values = by_index[want.index]
+            if want.room.room in failures:
+                want.room.fail(failures[want.room.room])
+                keys.zero_()
+                values.zero_()
+            else:
+                self._place(layer, want, keys, values)
+        if failures:
+            failed = {(w.room.room, w.room.generation) for w in remote if w.room.failure}
+            self._side.arena.quarantine(slab, failed)
+        else:
+            self._side.arena.give_back(slab)
+
+    def _place(self, layer: int, want: Wanted, keys: Tensor, values: Tensor) -> None:
+        g = self._geometry
+        assert want.split is not None
+        counts = want.split.remote[0]
+        total = int(counts.sum())
+        rows = self._side.arena.memory.tensor(
+            want.arena_offset, (total, 2, g.head_dim), g.dtype
+        )
+        # Row n of the run belongs to head[n], at column order[head, n - first of the head].
+        head = torch.repeat_interleave(torch.arange(g.kv_heads), counts)
+        nth = torch.arange(total) - (counts.cumsum(0) - counts)[head]
+        column = want.split.order[0][head, nth]
+        position = want.split.reordered[0][head, nth]
+        keys[head, column] = rows[:, 0]
+        values[head, column] = rows[:, 1]
+        slot = want.room.slots[position]
+        self._side.facts.keys[layer][slot, head] = rows[:, 0]
+        self._side.facts.values[layer][slot, head] = rows[:, 1]
+        want.room.held[layer - DENSE_LAYERS][head, position] = LOCAL

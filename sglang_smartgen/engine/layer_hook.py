@@ -1,0 +1,47 @@
+"""P: tell our side right after a layer has written its KV.
+
+Every attention backend factory is wrapped, and the backend it builds gets its `forward_extend`
+rebound on the instance: models that write KV in a fused kernel call it too, so it sees every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_smartgen.engine import runtime
+
+
+def wrap_backend_factories() -> None:
+    """Replace every factory in SGLang's registry by one that adds the layer callback."""
+    from sglang.srt.layers.attention import attention_registry
+
+    for name, factory in list(attention_registry.ATTENTION_BACKENDS.items()):
+        attention_registry.ATTENTION_BACKENDS[name] = _with_callback(factory)
+
+
+def _with_callback(factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def build(runner: Any) -> Any:
+        backend = factory(runner)
+        if runner.is_draft_worker:
+            return backend
+        runtime.remember_model(runner)
+        original = backend.forward_extend
+
+        def forward_extend(q: Any, k: Any, v: Any, layer: Any, batch: Any, *a: Any, **kw: Any) -> Any:
+            out = original(q, k, v, layer, batch, *a, **kw)
+            side = runtime.prefill_side()
+            if side is not None:
+                stops = [
+                    prefix + new
+                    for prefix, new in zip(
+                        batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True
+                    )
+                ]
+                side.on_layer(layer.layer_id, batch.req_pool_indices, stops)
+            return out
+
+        backend.forward_extend = forward_extend
+        return backend
+
+    return build

@@ -1,0 +1,237 @@
+"""The KV manager with SmartGen in it: SGLang's Mooncake manager, our frames, our messages.
+
+It adds no thread of its own to SGLang's. On P the bootstrap thread, on D the decode thread passes
+every received message through `_filter` first: SmartGen messages are consumed there, extra frames of
+SGLang's registration and metadata messages are read there, and everything else goes on unchanged.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.utils.network import NetworkAddress
+
+from sglang_smartgen.engine import runtime
+from sglang_smartgen.engine.decode_side import DecodeSide
+from sglang_smartgen.engine.prefill_side import PrefillSide
+from sglang_smartgen.select.registry import make_selector
+from sglang_smartgen.transfer.messages import (
+    TAG,
+    VERSION,
+    Endpoint,
+    Fetch,
+    Hello,
+    Message,
+    MessageError,
+    OpenRoom,
+    Registration,
+    Release,
+    Started,
+    from_frames,
+    pack,
+    to_frames,
+    unpack,
+)
+from sglang_smartgen.transfer.mooncake import MooncakeTransport
+from sglang_smartgen.transfer.push import PushRoom
+
+logger = logging.getLogger(__name__)
+
+REGISTRATION_FRAMES = 20
+METADATA_FRAMES = 10
+
+
+class SmartGenKVManager(MooncakeKVManager):
+    """MooncakeKVManager that also owns this rank's side of SmartGen."""
+
+    def __init__(self, args: Any, disaggregation_mode: Any, *rest: Any, **named: Any) -> None:
+        # Set before the base class starts its threads, which read them.
+        self.prefill: PrefillSide | None = None
+        self.decode: DecodeSide | None = None
+        self.open_message: OpenRoom | None = None
+        self.aux_indices: dict[int, int | None] = {}
+        super().__init__(args, disaggregation_mode, *rest, **named)
+
+    def register_buffer_to_engine(self) -> None:
+        """Register SGLang's buffers, then build our side: the base class starts threads next."""
+        super().register_buffer_to_engine()
+        if runtime.prefill_side() is not None or runtime.decode_side() is not None:
+            return
+        facts, config = runtime.facts(), runtime.config()
+        selector = make_selector(config.selector, facts.shape)
+        transport = MooncakeTransport(self.engine.engine, self.get_session_id())
+        if self.disaggregation_mode == DisaggregationMode.PREFILL:
+            self.prefill = PrefillSide(
+                config=config,
+                facts=facts,
+                selector=selector,
+                transport=transport,
+                reply=self.send_control,
+                outcome=self,
+            )
+            runtime.set_prefill_side(self.prefill)
+        else:
+            self.decode = DecodeSide(
+                config=config,
+                facts=facts,
+                selector=selector,
+                transport=transport,
+                session=self.get_session_id(),
+                reply=Endpoint(self.local_ip, self.rank_port),
+                send=_send_to_prefill,
+                rank=self.attn_tp_rank,
+            )
+            runtime.set_decode_side(self.decode)
+
+    # Messages in ----------------------------------------------------------------------------
+
+    def _make_worker_recv(self, socket: Any, timeout_ms: int = 500) -> Callable[[], Any]:
+        receive = super()._make_worker_recv(socket, timeout_ms)
+        filter_ = self._filter_prefill if self.prefill is not None else self._filter_decode
+
+        def receive_filtered() -> Any:
+            frames = receive()
+            if frames is None:
+                return None
+            try:
+                return None if filter_(frames) else frames
+            except MessageError as error:
+                logger.warning("SmartGen: dropped a message: %s", error)
+                return None
+
+        return receive_filtered
+
+    def _filter_prefill(self, frames: list[bytes]) -> bool:
+        """True when the message was SmartGen's alone."""
+        assert self.prefill is not None
+        if frames[0] == TAG:
+            message = from_frames(frames)
+            if not isinstance(message, Fetch | Release):
+                raise MessageError(f"{type(message).__name__} is not for a prefill node")
+            self.prefill.submit(message)
+            return True
+        if frames[0] == b"None" and len(frames) > REGISTRATION_FRAMES:
+            self._add_peer(frames)
+        elif frames[0].isdigit() and len(frames) > METADATA_FRAMES:
+            self._announce(frames)
+        return False
+
+    def _add_peer(self, frames: list[bytes]) -> None:
+        message = unpack(frames[REGISTRATION_FRAMES])
+        if not isinstance(message, Registration) or message.version != VERSION:
+            logger.warning("decode node speaks another SmartGen version; it gets full transfers")
+            return
+        pointers = np.frombuffer(frames[4], dtype=np.uint64).tolist()
+        half = len(pointers) // 2
+        assert self.prefill is not None
+        if self.prefill.add_peer(message, pointers[:half], pointers[half:]):
+            hello = Hello(self.local_ip, self.rank_port)
+            self.send_control(Endpoint(frames[1].decode(), int(frames[2])), hello)
+
+    def _announce(self, frames: list[bytes]) -> None:
+        message = unpack(frames[METADATA_FRAMES])
+        if not isinstance(message, OpenRoom) or message.version != VERSION:
+            return
+        slots = np.frombuffer(frames[4], dtype=np.int32).astype(np.int64)
+        if len(slots) != message.prompt_len or message.room != int(frames[0]):
+            raise MessageError(f"room {message.room}: {len(slots)} slots do not fit its prompt")
+        endpoint = Endpoint(frames[1].decode(), int(frames[2]))
+        assert self.prefill is not None
+        self.prefill.announce(message, frames[3].decode(), endpoint, slots)
+
+    def _filter_decode(self, frames: list[bytes]) -> bool:
+        if frames[0] != TAG:
+            return False
+        assert self.decode is not None
+        self.decode.on_message(from_frames(frames))
+        return True
+
+    # Messages out ---------------------------------------------------------------------------
+
+    def send_control(self, endpoint: Endpoint, message: Message) -> None:
+        """P to D over SGLang's own status socket."""
+        address = NetworkAddress(endpoint.host, endpoint.port)
+        self._send_multipart_locked(address.to_tcp(), to_frames(message), is_ipv6=address.is_ipv6)
+
+    def build_receiver_registration_message(self) -> list[bytes]:
+        """SGLang's registration with our frame behind it; stock P ignores the frame."""
+        frames: list[bytes] = super().build_receiver_registration_message()
+        assert self.decode is not None and len(frames) == REGISTRATION_FRAMES
+        return [*frames, pack(self.decode.registration())]
+
+    def build_receiver_metadata_message(self, **named: Any) -> list[bytes]:
+        """SGLang's metadata with the room's OpenRoom behind it, when the receiver set one."""
+        frames: list[bytes] = super().build_receiver_metadata_message(**named)
+        assert len(frames) == METADATA_FRAMES
+        return frames if self.open_message is None else [*frames, pack(self.open_message)]
+
+    # Outcome of P's pushes ------------------------------------------------------------------
+
+    def live(self, room: int) -> bool:
+        """False once the room has failed, was aborted or cleared."""
+        return self.request_status.get(room, KVPoll.Failed) != KVPoll.Failed
+
+    def hold_drain(self, room: int) -> None:
+        """Writes for the room begin: SGLang must not acknowledge an abort before `pushed`."""
+        self._staging_outstanding[room] += 1
+
+    def pushed(self, push: PushRoom) -> None:
+        """End of a room's pushes: aux data and Success to D, or the failure with its cause."""
+        room = push.entry.room
+        aux_index = self.aux_indices.pop(room, None)
+        if push.failure is None and self.live(room):
+            push.failure = self._conclude(push, aux_index)
+        if push.failure is not None:
+            self._poison_unsettled_send(room)
+            self.conclude_failure(
+                bootstrap_room=room,
+                failure_reason=f"room {room}, prefill rank {self.attn_tp_rank}: {push.failure}",
+            )
+        self._staging_outstanding[room] -= 1
+        if self.enable_deferred_decode_kv_release:
+            self._maybe_ack_drained_abort(room)
+        if self._staging_outstanding.get(room, 0) <= 0:
+            self._staging_outstanding.pop(room, None)
+
+    def _conclude(self, push: PushRoom, aux_index: int | None) -> str | None:
+        """Send aux data, Started and Success, in this order; a sentence when it cannot."""
+        room, session = push.entry.room, push.peer.registration.session
+        info = self.transfer_infos.get(room, {}).get(session)
+        if info is None:
+            return "the request was cleared while its blocks were pushed"
+        if self.send_aux(info, aux_index, self.decode_kv_args_table[session].dst_aux_ptrs) != 0:
+            return f"aux data did not reach {session}"
+        self.send_control(
+            push.reply,
+            Started(room, push.entry.generation, push.proactive_bytes, push.metadata_bytes),
+        )
+        self.conclude_transfer(bootstrap_room=room, status=KVPoll.Success)
+        return None
+
+    def _handle_abort_notification(self, msg: list[bytes]) -> bool:
+        handled: bool = super()._handle_abort_notification(msg)
+        if handled and self.prefill is not None and len(msg) > 1 and msg[1].isdigit():
+            room = int(msg[1])
+            if not self.live(room):
+                self.prefill.cancel(room)
+        return handled
+
+    def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
+        super()._handle_node_failure(failed_bootstrap_addr)
+        if self.decode is not None:
+            self.decode.on_peer_dead(failed_bootstrap_addr)
+
+
+def _send_to_prefill(endpoint: Endpoint, message: Message) -> None:
+    """D to P over SGLang's own bootstrap socket."""
+    info = {"rank_ip": endpoint.host, "rank_port": endpoint.port}
+    socket, lock = CommonKVReceiver._connect_to_bootstrap_server(info)
+    with lock:
+        socket.send_multipart(to_frames(message))

@@ -1,0 +1,298 @@
+"""P's side: which rooms push, what each layer adds, and how a room ends.
+
+Owner: the KV manager of a prefill rank creates one, with its push and fetch threads. SGLang's
+bootstrap thread announces peers and rooms and hands over Fetch and Release; the scheduler thread
+begins, fills and finishes rooms; the push thread reports back through `_pushed`. A store entry is
+held by the scheduler until it will not fill it any more and by the push thread until it has sent it,
+so its bytes cannot get a new owner under either.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sglang_smartgen.config import SmartGenConfig
+from sglang_smartgen.core.blocks import PushPlan, clip_proactive_blocks
+from sglang_smartgen.engine.runtime import ModelFacts
+from sglang_smartgen.select.base import Selector
+from sglang_smartgen.transfer.fetch_server import FetchServer, Reply
+from sglang_smartgen.transfer.messages import Endpoint, Fetch, OpenRoom, Registration, Release
+from sglang_smartgen.transfer.push import Peer, PushRoom, PushWorker
+from sglang_smartgen.transfer.store import PrefillStore
+from sglang_smartgen.transfer.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+PUSH_TIMEOUT_S = 120.0
+
+
+class Outcome(Protocol):
+    """What the KV manager does when a room's pushes have ended."""
+
+    def live(self, room: int) -> bool:
+        """False once the room has failed or was aborted."""
+
+    def pushed(self, room: PushRoom) -> None:
+        """The planned blocks are on D (or `room.failure` says why not); called by the push thread."""
+
+
+class _Room(msgspec.Struct):
+    push: PushRoom
+    scheduler_holds: bool = True
+    ended: threading.Event = msgspec.field(default_factory=threading.Event)
+    finishing: bool = False
+
+
+class PrefillSide:
+    """Everything a prefill rank keeps for SmartGen."""
+
+    def __init__(
+        self,
+        *,
+        config: SmartGenConfig,
+        facts: ModelFacts,
+        selector: Selector,
+        transport: Transport,
+        reply: Reply,
+        outcome: Outcome,
+    ) -> None:
+        self.config = config
+        self.facts = facts
+        self._selector = selector
+        self._transport = transport
+        self._outcome = outcome
+        self.store = PrefillStore(facts.geometry, selector, int(config.store_gb * (1 << 30)))
+        transport.register(self.store.region)
+        self._push = PushWorker(transport, selector, facts.req_to_token.shape[1], PUSH_TIMEOUT_S)
+        self.fetch_server = FetchServer(
+            transport,
+            self.store,
+            peer_of=self.peer,
+            reply=reply,
+            settle=self._settle,
+            doubt=self._doubt,
+            timeout_s=config.fetch_timeout_s,
+        )
+        self._peers: dict[str, Peer] = {}
+        self._announced: dict[int, tuple[OpenRoom, str, Endpoint, npt.NDArray[np.int64]]] = {}
+        self._rooms: dict[int, _Room] = {}
+        self._lock = threading.Lock()
+        self._batch: list[int | None] = []
+        self._batch_slots: list[Tensor] | None = None
+        # Rooms of which a write failed: its late bytes must be fenced before a Released.
+        self._doubtful: set[tuple[int, int]] = set()
+        self.bytes_proactive = 0
+        self.bytes_metadata = 0
+        self.fallbacks: dict[str, int] = {}
+
+    # Bootstrap thread -----------------------------------------------------------------------
+
+    def add_peer(self, registration: Registration, keys: list[int], values: list[int]) -> bool:
+        """A decode rank announced itself; False when it is laid out differently (stock transfer)."""
+        g = self.facts.geometry
+        same = (
+            registration.layers == g.layers == len(keys) == len(values)
+            and registration.kv_row_bytes == g.row_bytes
+            and registration.tp_size == self.facts.tp_size
+            and registration.fingerprint == self._selector.fingerprint()
+        )
+        if same:
+            self._peers[registration.session] = Peer(registration, keys, values)
+        else:
+            logger.warning(
+                "decode session %s differs from this node (selector, KV layout or TP size); its "
+                "requests get a full transfer",
+                registration.session,
+            )
+        return same
+
+    def peer(self, session: str) -> Peer | None:
+        """The registered decode rank of a session."""
+        return self._peers.get(session)
+
+    def announce(
+        self, message: OpenRoom, session: str, endpoint: Endpoint, slots: npt.NDArray[np.int64]
+    ) -> None:
+        """D opened a room and gave its slots; the request itself may not be here yet."""
+        with self._lock:
+            self._announced[message.room] = (message, session, endpoint, slots)
+
+    def submit(self, message: Fetch | Release) -> None:
+        """Hand a message to the fetch server."""
+        if isinstance(message, Release):
+            self.cancel(message.room, message.generation)
+        self.fetch_server.submit(message)
+
+    # Scheduler thread -----------------------------------------------------------------------
+
+    def begin(self, room: int, prompt_len: int) -> bool:
+        """The request is about to prefill; False: stock full transfer, with the reason counted."""
+        with self._lock:
+            announced = self._announced.pop(room, None)
+        if announced is None:
+            return False
+        message, session, endpoint, slots = announced
+        peer = self._peers.get(session)
+        if peer is None:
+            return self._fall_back(room, "peer differs")
+        if prompt_len != message.prompt_len:
+            return self._fall_back(room, "prompt lengths differ")
+        entry = self.store.open(room, message.generation, prompt_len)
+        if entry is None:
+            return self._fall_back(room, "prefill store full")
+        for _ in ("scheduler", "push thread"):
+            self.store.acquire(room, message.generation)
+        layers = self.facts.geometry.layers
+        blocks = min(message.blocks_per_layer, prompt_len)
+        plan = PushPlan.sequential(
+            prompt_len=prompt_len,
+            layers=layers,
+            blocks=blocks,
+            proactive_blocks=clip_proactive_blocks(message.proactive_blocks, layers, blocks),
+        )
+        push = PushRoom(
+            entry=entry,
+            plan=plan,
+            peer=peer,
+            reply=endpoint,
+            slots=slots,
+            row=message.row,
+            with_metadata=message.metadata,
+            keep=message.keep and plan.tokens() < layers * prompt_len,
+            is_live=lambda: self._outcome.live(room),
+        )
+        self._rooms[room] = _Room(push)
+        return True
+
+    def _fall_back(self, room: int, reason: str) -> bool:
+        self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
+        logger.info("room %s: full transfer, reason: %s", room, reason)
+        return False
+
+    def set_batch(self, rooms: list[int | None]) -> None:
+        """The rooms of the batch that runs next, in the order of its rows."""
+        self._batch = rooms if any(room in self._rooms for room in rooms) else []
+        self._batch_slots = None
+
+    def on_layer(self, layer: int, rows: Tensor, stops: list[int]) -> None:
+        """Layer `layer` wrote its KV for every row of the batch, tokens up to `stops` [batch].
+
+        rows: int [>= batch] rows of req_to_token. Copies what is new to the store and wakes the push.
+        """
+        if not self._batch:
+            return
+        if self._batch_slots is None:
+            table = self.facts.req_to_token
+            self._batch_slots = [
+                table[row, :stop].to(torch.int64)
+                for row, stop in zip(rows.tolist()[: len(stops)], stops, strict=True)
+            ]
+        for room, slots in zip(self._batch, self._batch_slots, strict=True):
+            state = self._rooms.get(room) if room is not None else None
+            if state is not None and state.scheduler_holds:
+                self._capture(state, layer, slots)
+
+    def _capture(self, state: _Room, layer: int, slots: Tensor) -> None:
+        entry = state.push.entry
+        stop = min(len(slots), entry.prompt_len)
+        if entry.capture(layer, slots, self.facts.keys[layer], self.facts.values[layer], stop):
+            self._push.layer_ready(state.push, layer)
+
+    def finish(self, room: int, slots: Tensor) -> None:
+        """The whole prompt is in the pool at `slots` [prompt_len]; SGLang's last send of the room."""
+        state = self._rooms[room]
+        if state.scheduler_holds:
+            # Layers whose hook did not fire (there should be none) are swept up here.
+            for layer in range(self.facts.geometry.layers):
+                self._capture(state, layer, slots)
+        self.let_go(room)
+        self._finish(state)
+
+    def let_go(self, room: int) -> None:
+        """The scheduler will not fill this room's entry any more (sent, aborted or cleared)."""
+        state = self._rooms.get(room)
+        if state is not None and state.scheduler_holds:
+            state.scheduler_holds = False
+            self.store.release(state.push.entry)
+
+    # Any thread -----------------------------------------------------------------------------
+
+    def cancel(self, room: int, generation: int | None = None) -> None:
+        """End a room early: what is queued is skipped, what is under way is waited for."""
+        with self._lock:
+            self._announced.pop(room, None)
+        state = self._rooms.get(room)
+        if state is not None and generation in (None, state.push.entry.generation):
+            self._finish(state)
+
+    def _finish(self, state: _Room) -> None:
+        with self._lock:
+            if state.finishing:
+                return
+            state.finishing = True
+        self._push.finish(state.push, self._pushed)
+
+    # Push thread ----------------------------------------------------------------------------
+
+    def _pushed(self, push: PushRoom) -> None:
+        room = push.entry.room
+        state = self._rooms[room]
+        self.bytes_proactive += push.proactive_bytes
+        self.bytes_metadata += push.metadata_bytes
+        if push.failure is not None:
+            self._doubt(room, push.entry.generation)
+        complete = push.failure is None and self._outcome.live(room)
+        try:
+            self._outcome.pushed(push)
+        finally:
+            if not (complete and push.keep and self._outcome.live(room)):
+                self.store.drop(room, push.entry.generation)
+            self.store.release(push.entry)
+            del self._rooms[room]
+            state.ended.set()
+
+    # Fetch thread ---------------------------------------------------------------------------
+
+    def _doubt(self, room: int, generation: int) -> None:
+        self._doubtful.add((room, generation))
+
+    def _settle(self, release: Release) -> bool:
+        """True once no write of this room and generation can land any more."""
+        state = self._rooms.get(release.room)
+        if (
+            state is not None
+            and state.push.entry.generation == release.generation
+            and not state.ended.wait(self.config.fetch_timeout_s)
+        ):
+            return False
+        key = (release.room, release.generation)
+        peer = self._peers.get(release.session)
+        if key in self._doubtful and peer is not None:
+            r = peer.registration
+            if not self._transport.fence(r.session, r.scratch, self.config.fetch_timeout_s):
+                return False
+            self._doubtful.discard(key)
+        return True
+
+    def snapshot(self) -> dict[str, Any]:
+        """State for `/server_info`."""
+        return {
+            "role": "prefill",
+            "config": msgspec.to_builtins(self.config),
+            "bytes_proactive": self.bytes_proactive,
+            "bytes_metadata": self.bytes_metadata,
+            "bytes_on_demand": self.fetch_server.bytes_on_demand,
+            "fetches": self.fetch_server.fetches,
+            "fallbacks": dict(self.fallbacks),
+            "open_rooms": len(self._rooms),
+            "store_rooms": self.store.rooms,
+            "store_used_bytes": self.store.used_bytes,
+        }

@@ -1,0 +1,80 @@
+"""Server options that SmartGen cannot serve with, each refused in one sentence at start."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from sglang_smartgen.config import ConfigError
+
+BACKEND = "smartgen"
+
+# Option -> (values SmartGen can serve with, why not the others).
+ALLOWED: dict[str, tuple[tuple[object, ...], str]] = {
+    "disaggregation_mode": (("prefill", "decode"), "SmartGen works between the two roles"),
+    "disaggregation_transfer_backend": (("mooncake",), "SmartGen extends this backend"),
+    "disaggregation_enable_kv_checksum": ((False,), "it digests a whole prompt before decode"),
+    "disaggregation_decode_enable_radix_cache": ((False,), "D receives whole prompts"),
+    "disaggregation_decode_enable_offload_kvcache": ((False,), "partial KV cannot be offloaded"),
+    "disaggregation_decode_allocation_policy": (("early",), "slots must be known before prefill"),
+    "disaggregation_decode_host_receive_threshold": ((1, 1.0), "it stages whole requests"),
+    "optimistic_prefill_attempts": ((0,), "slots must be known before prefill"),
+    "enable_pd_role_switch": ((False,), "masks and store belong to one role"),
+    "enable_hisparse": ((False,), "it brings its own sparse attention"),
+    "enable_pdmux": ((False,), "it splits prefill into layers of its own"),
+    "enable_unified_memory": ((False,), "slots are virtual there"),
+    "enable_page_major_kv_layout": ((False,), "a token's row must be contiguous"),
+    "enable_mixed_chunk": ((False,), "P must not decode"),
+    "enable_two_batch_overlap": ((False,), "it runs two batches in one forward"),
+    "enable_streaming_session": ((False,), "it keeps a row beyond its request"),
+    "speculative_algorithm": ((None,), "one query a step is selected for"),
+    "dllm_algorithm": ((None,), "one query a step is selected for"),
+    "page_size": ((None, 1), "the unit of selection is one token"),
+    "pp_size": ((1,), "all layers must be on one rank"),
+    "attn_cp_size": ((1,), "a prompt must be on one rank"),
+    "dcp_size": ((1,), "a prompt must be on one rank"),
+}
+
+REFUSED_ENV = {
+    "SGLANG_DISAGG_STAGING_BUFFER": "it stages whole chunks",
+    "SGLANG_USE_HND_KVCACHE": "a token's row must be contiguous",
+}
+
+
+def check_options(view: Any) -> None:
+    """Raises ConfigError with one sentence for the first option of `view` that cannot be served."""
+    for name, (allowed, why) in ALLOWED.items():
+        value = getattr(view, name)
+        if value not in allowed:
+            wanted = " or ".join("unset" if v is None else str(v) for v in dict.fromkeys(allowed))
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {value}; SmartGen allows {wanted}, since {why}"
+            )
+    for name, why in REFUSED_ENV.items():
+        if os.environ.get(name, "").lower() in ("1", "true", "yes"):
+            raise ConfigError(f"{name} is set; SmartGen needs it unset, since {why}")
+    if view.disaggregation_mode == "decode":
+        _check_decode(view)
+
+
+def _check_decode(view: Any) -> None:
+    if view.disaggregation_decode_retraction_backup not in (None, "none"):
+        raise ConfigError(
+            "--disaggregation-decode-retraction-backup is "
+            f"{view.disaggregation_decode_retraction_backup}; SmartGen allows none, since partial "
+            "KV cannot be backed up"
+        )
+    if view.attention_backend not in (None, "torch_native", BACKEND):
+        raise ConfigError(
+            f"--attention-backend is {view.attention_backend}; a SmartGen decode node allows "
+            f"{BACKEND} (or leave it out)"
+        )
+
+
+def declare_options(view: Any) -> dict[str, object]:
+    """Options that SmartGen sets itself, by name."""
+    declared: dict[str, object] = {"disable_overlap_schedule": True, "page_size": 1}
+    if view.disaggregation_mode == "decode":
+        declared["attention_backend"] = BACKEND
+        declared["disaggregation_decode_retraction_backup"] = "none"
+    return declared

@@ -1,0 +1,118 @@
+"""What SmartGen does inside SGLang's scheduler loop. Every function here is a hook target's body.
+
+All of them run on the scheduler thread. The table in `sglang_smartgen.plugin` says where they go.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+from sglang_smartgen.engine import runtime
+from sglang_smartgen.engine.hooking import verify
+
+
+def check_hooks(_result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """After `Scheduler.__init__`: every hook of this role is in place, or the process refuses."""
+    verify(scheduler.disaggregation_mode.value)
+
+
+def smartgen_classes(original: Callable[..., Any], backend: Any, class_type: Any) -> Any:
+    """Around `get_kv_class`: SmartGen's manager, sender and receiver for the Mooncake backend."""
+    from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
+
+    if backend == TransferBackend.MOONCAKE:
+        from sglang_smartgen.engine.manager import SmartGenKVManager
+        from sglang_smartgen.engine.receiver import SmartGenKVReceiver
+        from sglang_smartgen.engine.sender import SmartGenKVSender
+
+        ours = {
+            KVClassType.MANAGER: SmartGenKVManager,
+            KVClassType.SENDER: SmartGenKVSender,
+            KVClassType.RECEIVER: SmartGenKVReceiver,
+        }
+        if class_type in ours:
+            return ours[class_type]
+    return original(backend, class_type)
+
+
+def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any) -> Any:
+    """Around `Scheduler.run_batch`: rooms of the batch for P, end of failed requests on D."""
+    prefill, decode = runtime.prefill_side(), runtime.decode_side()
+    if prefill is not None and batch.forward_mode.is_extend():
+        prefill.set_batch([getattr(req, "bootstrap_room", None) for req in batch.reqs])
+    result = original(scheduler, batch, *args)
+    if decode is not None and batch.forward_mode.is_decode():
+        _end_failed_requests(decode, batch)
+    return result
+
+
+def _end_failed_requests(decode: Any, batch: Any) -> None:
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    for req in batch.reqs:
+        state = decode.room(req.bootstrap_room)
+        if state is not None and state.failure is not None and req.to_finish is None:
+            message = (
+                f"SmartGen fetch failed for room {state.room} (decode rank "
+                f"{decode.rank}, prefill {state.bootstrap_addr}): {state.failure}"
+            )
+            req.to_finish = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def remember_request(queue: Any, decode_req: Any, *args: Any, **kwargs: Any) -> None:
+    """Before `DecodePreallocQueue._send_kv_metadata`: the receiver learns its request."""
+    decode_req.kv_receiver.request = decode_req.req
+
+
+def commit_room(_result: None, queue: Any, decode_req: Any) -> None:
+    """After `DecodeTransferQueue._commit_transfer_to_req`: the room starts to decode."""
+    decode = runtime.decode_side()
+    if decode is not None and decode_req.req.finished_reason is None:
+        decode.commit(decode_req.req.bootstrap_room)
+
+
+def drain_quarantine(scheduler: Any) -> None:
+    """Before `process_decode_queue`: free the rooms that P has let go of."""
+    decode = runtime.decode_side()
+    if decode is not None:
+        decode.drain()
+
+
+def has_pending_releases(result: bool, queue: Any) -> bool:
+    """After `has_pending_deferred_releases`: quarantined slots are pending too, not leaked."""
+    decode = runtime.decode_side()
+    return result or (decode is not None and len(decode.quarantine) > 0)
+
+
+def release_kv_cache(
+    original: Callable[..., None], req: Any, tree_cache: Any, *, checkpoint: bool
+) -> None:
+    """Around `release_kv_cache` on D: slots and row are freed when P can no longer write to them."""
+    decode = runtime.decode_side()
+    room = getattr(req, "bootstrap_room", None)
+    if decode is None or decode.room(room) is None or not req.kv.holds_kv:
+        original(req, tree_cache, checkpoint=checkpoint)
+        return
+    decode.release(room, lambda: original(req, tree_cache, checkpoint=checkpoint))
+    if not req.finished():
+        # Retraction reuses the request object at once, so this one release cannot be put off.
+        deadline = time.monotonic() + decode.config.fetch_timeout_s
+        while req.kv.holds_kv and time.monotonic() < deadline:
+            decode.drain()
+            time.sleep(0.001)
+        if req.kv.holds_kv:
+            raise RuntimeError(
+                f"room {room}: prefill did not acknowledge the release of a retracted request "
+                f"within {decode.config.fetch_timeout_s} s"
+            )
+
+
+def add_state(result: Any, controller: Any, request: Any) -> Any:
+    """After `get_internal_state`: a `smartgen` block in /server_info."""
+    side = runtime.decode_side() or runtime.prefill_side()
+    if side is not None:
+        result.internal_state["smartgen"] = side.snapshot()
+    return result

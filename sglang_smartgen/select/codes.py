@@ -1,0 +1,89 @@
+"""Hash codes that are equal bit for bit on every machine and for every batch shape.
+
+A sign of a float product depends on the order of its sum, which BLAS changes with the shape. So
+vector and matrix are rounded to 8-bit integers first: every partial sum is then an integer below
+2**24, which float32 holds exactly, and no order, device or reduced-precision mode (TF32, bfloat16
+inputs) can change it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+VECTOR_LEVELS = 255  # both fit the 8 significant bits of bfloat16
+MATRIX_LEVELS = 127
+MAX_HEAD_DIM = 512  # 512 * 255 * 127 < 2**24
+
+
+def hash_matrix(dim: int, bits: int, seed: tuple[int, int, int]) -> NDArray[np.float32]:
+    """Return a random [dim, bits] matrix of integers -127 to 127, its columns near orthogonal.
+
+    Blocks of `dim` columns are rotations (QR of a Gaussian matrix); more bits than `dim` take
+    several. `seed` is (seed, layer, KV head). Built from the raw words of Philox, whose stream
+    numpy promises never to change, unlike that of its normal distribution.
+    """
+    generator = np.random.Philox(np.random.SeedSequence(seed))
+    blocks = -(-bits // dim)
+    words = np.asarray(generator.random_raw(blocks * dim * dim * 3), dtype=np.uint64)
+    # The sum of twelve uniform 16-bit numbers is Gaussian enough, and exact.
+    uniform = words.view(np.uint16).reshape(blocks, dim, dim, 12).astype(np.float64)
+    gaussian = uniform.sum(-1) - 12 * (2**16 - 1) / 2
+    q, r = np.linalg.qr(gaussian)
+    q *= np.sign(np.diagonal(r, axis1=-2, axis2=-1))[:, None, :]  # QR leaves the signs open
+    w = q.transpose(1, 0, 2).reshape(dim, blocks * dim)[:, :bits]
+    rounded: NDArray[np.float32] = np.round(w * (MATRIX_LEVELS / np.abs(w).max())).astype(
+        np.float32
+    )
+    return rounded
+
+
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round float32 `x` [..., D] to integers -255 to 255 and return them with their unit [..., 1].
+
+    Each vector has its own unit, its largest magnitude over 255 (1 for the zero vector).
+    """
+    unit = x.abs().amax(-1, keepdim=True) / VECTOR_LEVELS
+    unit = torch.where(unit > 0, unit, 1.0)
+    return (x / unit).round_().clamp_(-VECTOR_LEVELS, VECTOR_LEVELS), unit
+
+
+def pack_bits(bits: Tensor) -> Tensor:
+    """Pack bool [..., r] to int32 [..., r / 32]; bit i of word w is column 32 * w + i."""
+    if not bits.is_cuda:
+        packed = np.packbits(bits.numpy(), axis=-1, bitorder="little")
+        return torch.from_numpy(packed.view("<i4"))
+    weight = 1 << torch.arange(32, device=bits.device)
+    words = bits.view(*bits.shape[:-1], -1, 32) * weight
+    return words.sum(-1).to(torch.int32)
+
+
+def hash_score(code: Tensor, metadata: Tensor, bits: int) -> Tensor:
+    """Return `norm_n * sum_g (1 - 2 * hamming(code_g, code_n) / bits)`, float32 [H, N].
+
+    `code` is int32 [H, G, w], `metadata` int32 [N, H, w + 1], whose last word is the bits of the
+    float32 norm. All sums are integers, so every path gives the same bits.
+    """
+    group = code.shape[1]
+    if metadata.is_cuda or not hasattr(np, "bitwise_count"):
+        rows = metadata.permute(1, 2, 0).contiguous()
+        different = rows[:, None, :-1] ^ code.unsqueeze(-1)
+        distance = _popcount(different).sum((1, 2), dtype=torch.int32)
+        return rows[:, -1].view(torch.float32) * ((group * bits - 2 * distance).float() / bits)
+    # numpy has a popcount; one transposed copy lets all work run over contiguous rows of N.
+    words = np.ascontiguousarray(metadata.numpy().transpose(1, 2, 0)).view(np.uint32)
+    unlike = words[:, None, :-1] ^ code.numpy().view(np.uint32)[..., None]  # [H, G, w, N]
+    count = np.bitwise_count(unlike).reshape(words.shape[0], -1, words.shape[-1])
+    similarity = group * bits - 2 * count.sum(1, dtype=np.uint16).astype(np.float32)
+    return torch.from_numpy(words[:, -1].view(np.float32) * (similarity / bits))
+
+
+def _popcount(x: Tensor) -> Tensor:
+    # The classic sum of neighbouring 1-, 2- and 4-bit fields. int32 shifts are arithmetic; each
+    # mask drops the copied sign bits.
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return (x * 0x01010101) >> 24

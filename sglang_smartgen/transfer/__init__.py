@@ -1,0 +1,1 @@
+"""Moving bytes between nodes: the transport protocol and its three implementations."""

@@ -1,0 +1,360 @@
+"""Writes through Mooncake's classic TransferEngine (TCP here; RDMA keeps the same calls).
+
+Threads: each peer has one ``_Lane``: a queue of jobs and two daemon worker threads, started by the
+first write to that peer. ``write`` puts a job and wakes one of them; the worker submits the chunks
+of a job one after the other and completes its handle. A hung peer blocks its own two workers only.
+``_Lane.lock`` guards the lane's numbers; no thread holds it while it calls the engine.
+
+Why the limits:
+
+* The engine takes 4 lanes + 1,024 queued requests a peer; what is beyond waits in a second queue
+  that expires after 1 s, or fails at once beyond 2,052. Two workers with at most 480 spans each and
+  one round of probes stay inside the first 1,024.
+* A span is cut at 1 MiB and a chunk at 64 MiB: the engine gives a chunk 30 s, cannot cancel
+  anything, and its progress timeout restarts with each socket write. Small pieces bound what a
+  failure leaves behind.
+* ``get_batch_transfer_status`` spins a core until the chunk is final. The worker sleeps for most of
+  the time it expects the chunk to take, then calls it.
+
+What ``fence`` can know, and why it cannot know more. The classic engine has no cancel; after -1 the
+other requests of the chunk stay in its queue and are sent later, from the source as it is then
+(measured: 28 of 32 MiB landed with new content). So after a failed write the fence
+
+1. completes a round of probes. The engine's queue to a peer is first in, first out, so every older
+   request has been handed to a connection when the probes are done;
+2. waits for the lane progress timeout, after which the engine has dropped every connection on
+   which an older request made no progress (what does make progress is at most 1 MiB each);
+3. completes more probes than there are connections, then a series of single ones, each answered
+   by the peer. The peer's one I/O thread serves its connections in turn, a socket chunk of 64 KiB
+   each, so the series lets it empty what an abandoned connection left in its receive buffer.
+
+A hole remains, and no call of the engine can close it: bytes of an abandoned connection may sit in
+our kernel's send buffer behind a network outage and arrive after it. A peer that must be certain
+keeps the slots quarantined until the request's own acknowledgement, or for the kernel's TCP retry
+time. On RDMA a failed request's queue pair is destroyed, which is the stronger fence.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from sglang_smartgen.transfer.transport import (
+    Completion,
+    Region,
+    Span,
+    TransportError,
+    WriteHandle,
+    WriteState,
+    checked_spans,
+    describe,
+)
+
+MAX_CHUNK_SPANS = 480
+MAX_CHUNK_BYTES = 64 << 20
+MAX_SPAN_BYTES = 1 << 20
+WORKERS_PER_PEER = 2
+FLUSH_PROBES = 96  # Linux's largest receive buffer (6 MiB) / the engine's socket chunk (64 KiB)
+DEFAULT_PROGRESS_TIMEOUT_S = 30
+LARGE_WRITE_BYTES = 64 << 10
+_SMALL_SPAN_BYTES = 16 << 10  # below it a request's fixed cost, not its bytes, sets the time
+_SLEEP_SHARE = 0.7
+_MIN_SLEEP_S = 300e-6  # shorter sleeps cost more latency than they save CPU
+_AT_ONCE_S = 100e-6  # a status call this short found the chunk finished: the nap was too long
+_SUBMIT_FAILED = frozenset({0, -1, 2**64 - 1})
+
+_CODES = {
+    -1: "invalid argument or transport not initialised",
+    -3: "the address is not registered",
+    -7: "the region overlaps one that is registered already",
+    -102: "the peer's port does not answer",
+}
+
+
+def engine_progress_timeout_s() -> float:
+    """Return the engine's lane progress timeout in seconds, as the engine itself reads it.
+
+    ``MC_TCP_PROGRESS_TIMEOUT_SEC`` and ``MC_TCP_STATUS_TIMEOUT_SEC`` (whole seconds, default 30)
+    bound a stalled payload and a missing acknowledgement; the larger one counts. The engine reads
+    them from its own environment, so a launcher that wants a quicker fence sets both before the
+    process starts.
+    """
+    names = ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC")
+    return float(max(_positive_env(name, DEFAULT_PROGRESS_TIMEOUT_S) for name in names))
+
+
+class MooncakeTransport:
+    """A Transport over a ``mooncake.engine.TransferEngine`` that is initialised already.
+
+    ``session`` is the engine's own ``host:rpc_port``. The engine may be shared: ``close`` leaves
+    it alone. ``progress_timeout_s`` overrides what ``engine_progress_timeout_s`` reads.
+    """
+
+    name = "mooncake"
+
+    def __init__(
+        self, engine: Any, session: str, *, progress_timeout_s: float | None = None
+    ) -> None:
+        self.session = session
+        self._engine = engine
+        self._progress_timeout_s = (
+            engine_progress_timeout_s() if progress_timeout_s is None else progress_timeout_s
+        )
+        self._lock = threading.Lock()
+        self._lanes: dict[str, _Lane] = {}
+        self._closed = False
+        self._probe = ctypes.create_string_buffer(64)
+
+    @classmethod
+    def create(cls, host: str, protocol: str = "tcp", devices: str = "") -> MooncakeTransport:
+        """Start an engine on ``host``; TransportError when Mooncake is missing or refuses."""
+        try:
+            from mooncake.engine import TransferEngine
+        except ImportError as error:
+            raise TransportError(f"Mooncake's transfer engine cannot be loaded: {error}") from error
+        engine = TransferEngine()
+        code = engine.initialize(host, "P2PHANDSHAKE", protocol, devices)
+        if code != 0:
+            raise TransportError(f"Mooncake's engine does not start on {host}: {_meaning(code)}")
+        return cls(engine, f"{host}:{engine.get_rpc_port()}")
+
+    def register(self, region: Region) -> None:
+        """Let peers write to ``region``. TransportError with the meaning of Mooncake's code."""
+        code = self._engine.register_memory(region.address, region.length)
+        if code != 0:
+            raise TransportError(f"cannot register {region}: {_meaning(code)}")
+
+    def unregister(self, region: Region) -> None:
+        """Refuse later writes to ``region``. TransportError when it is not registered."""
+        code = self._engine.unregister_memory(region.address)
+        if code != 0:
+            raise TransportError(f"cannot unregister {region}: {_meaning(code)}")
+
+    def write(self, peer: str, spans: Sequence[Span]) -> WriteHandle:
+        """Queue the write for the peer's workers and return at once (see Transport.write)."""
+        return self._submit(peer, spans, probe=False)
+
+    def fence(self, peer: str, scratch: int, timeout_s: float) -> bool:
+        """See Transport.fence; what it can know is in the text at the top of this module."""
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            lane = self._lanes.get(peer)
+        if lane is None:
+            return True
+        for handle in lane.outstanding():
+            if handle.wait(deadline - time.monotonic()) is WriteState.PENDING:
+                return False
+        failed_at = lane.failed_at
+        if failed_at is None:
+            return True
+        wide = 2 * _positive_env("MC_TCP_LANES_PER_PEER", 4)
+        if lane.drained_at < failed_at:
+            if not self._probes(peer, scratch, wide, deadline):
+                return False
+            lane.drained_at = time.monotonic()
+        quiet_at = max(failed_at, lane.drained_at) + self._progress_timeout_s
+        time.sleep(max(0.0, min(quiet_at, deadline) - time.monotonic()))
+        if quiet_at >= deadline or not self._probes(peer, scratch, wide, deadline):
+            return False
+        for _ in range(FLUSH_PROBES):
+            if not self._probes(peer, scratch, 1, deadline):
+                return False
+        lane.forgive(failed_at)
+        return True
+
+    def bandwidth(self, peer: str) -> float | None:
+        """Return bytes/s: moving average of writes >= 64 KiB whose spans average >= 16 KiB."""
+        with self._lock:
+            lane = self._lanes.get(peer)
+        return None if lane is None else lane.bandwidth
+
+    def close(self) -> None:
+        """Fail what is queued and end the workers; a chunk inside the engine ends on its own."""
+        with self._lock:
+            self._closed = True
+            lanes = list(self._lanes.values())
+        for lane in lanes:
+            lane.close()
+
+    def _submit(self, peer: str, spans: Sequence[Span], probe: bool) -> Completion:
+        wanted = checked_spans(spans)
+        with self._lock:
+            if self._closed:
+                raise TransportError("the Mooncake transport is closed")
+            lane = self._lanes.get(peer)
+            if lane is None:
+                lane = self._lanes[peer] = _Lane(self._engine, peer)
+        return lane.put(wanted, probe)
+
+    def _probes(self, peer: str, scratch: int, count: int, deadline: float) -> bool:
+        source = ctypes.addressof(self._probe)
+        spans = [Span(source, scratch + i % 64, 1) for i in range(count)]
+        handle = self._submit(peer, spans, probe=True)
+        return handle.wait(deadline - time.monotonic()) is WriteState.DONE
+
+
+class _Job:
+    """One write: its spans, its handle, and whether it is a fence's probe."""
+
+    def __init__(self, spans: list[Span], probe: bool) -> None:
+        self.spans = spans
+        self.probe = probe
+        self.handle = Completion()
+
+
+class _Lane:
+    """The writes to one peer: queue, workers, measured speed and the time of the last failure."""
+
+    def __init__(self, engine: Any, peer: str) -> None:
+        self.peer = peer
+        self.bandwidth: float | None = None  # bytes/s
+        self.failed_at: float | None = None  # monotonic seconds
+        self.drained_at = 0.0
+        self._request_s = 40e-6  # seconds a small request
+        self._engine = engine
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._open: set[_Job] = set()
+        self._closed = False
+        self.lock = threading.Lock()
+        for index in range(WORKERS_PER_PEER):
+            thread = threading.Thread(
+                target=self._work, name=f"smartgen-mooncake-{peer}-{index}", daemon=True
+            )
+            thread.start()
+
+    def put(self, spans: list[Span], probe: bool) -> Completion:
+        """Queue a write; an empty one is DONE at once."""
+        job = _Job(spans, probe)
+        if not spans:
+            job.handle.finish()
+            return job.handle
+        with self.lock:
+            if self._closed:
+                raise TransportError("the Mooncake transport is closed")
+            self._open.add(job)
+            self._jobs.put(job)
+        return job.handle
+
+    def outstanding(self) -> list[Completion]:
+        """Return the handles of writes, probes aside, that are not final."""
+        with self.lock:
+            return [job.handle for job in self._open if not job.probe]
+
+    def forgive(self, failed_at: float) -> None:
+        """Forget the failure that a fence has covered, unless a later one has come."""
+        with self.lock:
+            if self.failed_at == failed_at:
+                self.failed_at = None
+
+    def close(self) -> None:
+        """Fail every write that is not final and let the workers end."""
+        with self.lock:
+            self._closed = True
+            jobs = list(self._open)
+        for job in jobs:
+            self._finish(job, f"{describe(self.peer, job.spans)} failed: the transport was closed")
+        for _ in range(WORKERS_PER_PEER):
+            self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if job.handle.poll() is not WriteState.PENDING:
+                continue
+            try:
+                cause = self._run(job)
+            except Exception as error:  # the handle must become final whatever the engine does
+                cause = f"{type(error).__name__}: {error}"
+            failed = None if cause is None else f"{describe(self.peer, job.spans)} failed: {cause}"
+            self._finish(job, failed)
+
+    def _run(self, job: _Job) -> str | None:
+        for chunk in chunks(job.spans):
+            cause = self._run_chunk(chunk, job.handle)
+            if cause is not None:
+                return cause
+        return None
+
+    def _run_chunk(self, chunk: list[Span], handle: Completion) -> str | None:
+        if handle.poll() is not WriteState.PENDING:
+            return "the transport was closed"
+        total = sum(span.length for span in chunk)
+        started = time.monotonic()
+        batch = self._engine.batch_transfer_async_write(
+            self.peer,
+            [span.source for span in chunk],
+            [span.destination for span in chunk],
+            [span.length for span in chunk],
+        )
+        if batch in _SUBMIT_FAILED:
+            return "Mooncake could not submit it (is the peer dead, or its queue full?)"
+        nap = _SLEEP_SHARE * self._expected_s(total, len(chunk))
+        if nap >= _MIN_SLEEP_S:
+            time.sleep(nap)
+        woke = time.monotonic()
+        code = self._engine.get_batch_transfer_status([batch])
+        if code != 0:
+            elapsed = time.monotonic() - started
+            return (
+                f"Mooncake returned {code} after {elapsed:.3f} s "
+                "(address refused, peer dead, or timeout); parts of it may still land"
+            )
+        now = time.monotonic()
+        overslept = nap >= _MIN_SLEEP_S and now - woke < _AT_ONCE_S
+        self._learn(total, len(chunk), now - started, overslept)
+        return None
+
+    def _expected_s(self, total: int, count: int) -> float:
+        with self.lock:
+            by_bytes = 0.0 if self.bandwidth is None else total / self.bandwidth
+            return max(by_bytes, self._request_s * count)
+
+    def _learn(self, total: int, count: int, elapsed: float, overslept: bool) -> None:
+        # After an overslept nap `elapsed` is only an upper bound: try a tenth less next time.
+        with self.lock:
+            if total >= count * _SMALL_SPAN_BYTES and total >= LARGE_WRITE_BYTES:
+                rate = total / max(elapsed, 1e-9)
+                old = rate if self.bandwidth is None else self.bandwidth
+                self.bandwidth = max(1.1 * old, rate) if overslept else 0.75 * old + 0.25 * rate
+            elif count >= 16:
+                cost, old = elapsed / count, self._request_s
+                self._request_s = min(0.9 * old, cost) if overslept else 0.75 * old + 0.25 * cost
+
+    def _finish(self, job: _Job, error: str | None) -> None:
+        with self.lock:
+            self._open.discard(job)
+            if error is not None and not job.probe:
+                self.failed_at = time.monotonic()
+            job.handle.finish(error)
+
+
+def chunks(spans: Sequence[Span]) -> Iterator[list[Span]]:
+    """Cut spans at MAX_SPAN_BYTES and group them to chunks inside MAX_CHUNK_SPANS and _BYTES."""
+    chunk: list[Span] = []
+    size = 0
+    for span in spans:
+        for offset in range(0, span.length, MAX_SPAN_BYTES):
+            length = min(MAX_SPAN_BYTES, span.length - offset)
+            if len(chunk) == MAX_CHUNK_SPANS or size + length > MAX_CHUNK_BYTES:
+                yield chunk
+                chunk, size = [], 0
+            chunk.append(Span(span.source + offset, span.destination + offset, length))
+            size += length
+    if chunk:
+        yield chunk
+
+
+def _meaning(code: int) -> str:
+    return f"Mooncake returned {code}: {_CODES.get(code, 'no meaning known')}"
+
+
+def _positive_env(name: str, default: int) -> int:
+    try:
+        value = int(os.environ.get(name, ""))
+    except ValueError:
+        return default
+    return value if value > 0 else default

@@ -1,0 +1,94 @@
+"""What D holds back until P has promised that nothing of a generation can land any more.
+
+The scheduler thread puts a room in with the action that frees it, and drains on every turn of its
+loop; SGLang's decode thread only marks rooms acknowledged. Nothing blocks. A room leaves by P's
+Released, by P being known dead (a dead process writes nothing), or, so that nothing is held for
+ever, `limit_s` after it went in; the last is logged, since a stopped P may in theory still write.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+logger = logging.getLogger(__name__)
+
+RESEND_S = 1.0
+
+
+class Held(msgspec.Struct):
+    """One room in quarantine."""
+
+    room: int
+    generation: int
+    free: Callable[[], None]
+    resend: Callable[[], None]
+    peer_is_dead: Callable[[], bool]
+    since: float
+    last_sent: float
+    acknowledged: bool = False
+
+
+class Quarantine:
+    """Rooms whose slots are not yet free for a new owner."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._held: dict[tuple[int, int], Held] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def hold(
+        self,
+        room: int,
+        generation: int,
+        *,
+        free: Callable[[], None],
+        resend: Callable[[], None],
+        peer_is_dead: Callable[[], bool],
+    ) -> None:
+        """Keep the room's slots; `resend` sends the Release (again), `free` runs once at the end."""
+        now = time.monotonic()
+        held = Held(room, generation, free, resend, peer_is_dead, now, now)
+        with self._lock:
+            self._held[room, generation] = held
+        resend()
+
+    def acknowledge(self, room: int, generation: int) -> None:
+        """P answered Released for this generation; unknown ones are late repeats."""
+        with self._lock:
+            held = self._held.get((room, generation))
+            if held is not None:
+                held.acknowledged = True
+
+    def drain(self) -> list[tuple[int, int]]:
+        """Free every room that is safe, resend for the others; the (room, generation) freed."""
+        freed: list[tuple[int, int]] = []
+        now = time.monotonic()
+        with self._lock:
+            everyone = list(self._held.values())
+        for held in everyone:
+            late = now - held.since > self._limit_s
+            if held.acknowledged or held.peer_is_dead() or late:
+                if late and not held.acknowledged:
+                    logger.warning(
+                        "room %s generation %s: prefill did not acknowledge the release within "
+                        "%.0f s; freeing its slots",
+                        held.room,
+                        held.generation,
+                        self._limit_s,
+                    )
+                with self._lock:
+                    del self._held[held.room, held.generation]
+                held.free()
+                freed.append((held.room, held.generation))
+            elif now - held.last_sent > RESEND_S:
+                held.last_sent = now
+                held.resend()
+        return freed

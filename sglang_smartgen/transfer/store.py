@@ -1,0 +1,182 @@
+"""Prefill's host store: a copy of each SmartGen room's KV that outlives the GPU copy.
+
+One shared mapping of `budget_bytes` holds every entry. An entry is laid out `[layers, 2, tokens,
+kv_heads, head_dim]`, so that a token range of K or of V in a layer is contiguous for a push and a
+token's row is contiguous for a fetch; the selector's metadata follows as `[sparse_layers, tokens,
+kv_heads, width]`. The scheduler thread opens and fills entries, the push and fetch threads read
+them, and the last of them to let go frees the range (reference count under the store's lock).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+from torch import Tensor
+
+from sglang_smartgen.core.geometry import DENSE_LAYERS, KVGeometry
+from sglang_smartgen.core.ranges import RangeAllocator
+from sglang_smartgen.select.base import Selector
+from sglang_smartgen.transfer.region import HostRegion
+from sglang_smartgen.transfer.transport import Region
+
+
+class StoreEntry:
+    """KV and metadata of one room and generation, filled layer by layer and range by range."""
+
+    def __init__(
+        self, room: int, generation: int, prompt_len: int, kv: Tensor, metadata: Tensor
+    ) -> None:
+        self.room = room
+        self.generation = generation
+        self.prompt_len = prompt_len
+        self.kv = kv
+        self.metadata = metadata
+        self.captured = [0] * kv.shape[0]
+        self.encoded = [0] * metadata.shape[0]
+        self.opened = time.monotonic()
+
+    def capture(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor, stop: int) -> bool:
+        """Copy tokens `[captured, stop)` of a layer from the pool; True when there were any.
+
+        slots: int64 [>= stop] pool slot of every token of the prompt so far. keys, values: the
+        layer's pool buffers [pool_slots, kv_heads, head_dim]. What a radix hit or an earlier chunk
+        left out is simply the start of the range.
+        """
+        start = self.captured[layer]
+        if start >= stop:
+            return False
+        wanted = slots[start:stop]
+        torch.index_select(keys, 0, wanted, out=self.kv[layer, 0, start:stop])
+        torch.index_select(values, 0, wanted, out=self.kv[layer, 1, start:stop])
+        self.captured[layer] = stop
+        return True
+
+    def encode(self, layer: int, selector: Selector) -> tuple[int, int]:
+        """Encode what is captured of a sparse layer and not yet encoded; the range, maybe empty."""
+        sparse = layer - DENSE_LAYERS
+        if sparse < 0 or self.metadata.shape[-1] == 0:
+            return (0, 0)
+        start, stop = self.encoded[sparse], self.captured[layer]
+        anchor_len = min(selector.anchor_tokens, self.prompt_len)
+        if start >= stop or stop < anchor_len:
+            return (stop, stop)
+        keys = self.kv[layer, 0]
+        anchor = keys[:anchor_len] if anchor_len else None
+        self.metadata[sparse, start:stop] = selector.encode(layer, keys[start:stop], anchor)
+        self.encoded[sparse] = stop
+        return (start, stop)
+
+    def gather(self, layer: int, head: int, positions: Tensor, out: Tensor) -> None:
+        """Copy entries of one KV head to `out` [n, 2, head_dim], K and V side by side.
+
+        positions: int64 [n], each in `[0, prompt_len)`.
+        """
+        out[:, 0] = self.kv[layer, 0, :, head].index_select(0, positions)
+        out[:, 1] = self.kv[layer, 1, :, head].index_select(0, positions)
+
+
+class PrefillStore:
+    """Entries by (room, generation) within a byte budget."""
+
+    def __init__(self, geometry: KVGeometry, selector: Selector, budget_bytes: int) -> None:
+        self.geometry = geometry
+        self.selector = selector
+        self._memory = HostRegion(budget_bytes)
+        self._ranges = RangeAllocator(budget_bytes)
+        self._entries: dict[tuple[int, int], tuple[StoreEntry, int, int]] = {}
+        self._users: dict[tuple[int, int], int] = {}
+        self._dropped: set[tuple[int, int]] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def region(self) -> Region:
+        """The whole store, for registration with a transport that needs it."""
+        return self._memory.region
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes held by entries, dropped ones that are still being read included."""
+        with self._lock:
+            return self._ranges.used
+
+    @property
+    def rooms(self) -> int:
+        """Number of entries that are held."""
+        with self._lock:
+            return len(self._entries)
+
+    def entry_bytes(self, prompt_len: int) -> int:
+        """Bytes that a prompt of `prompt_len` tokens takes."""
+        return prompt_len * (self.geometry.token_bytes + self._metadata_bytes())
+
+    def _metadata_bytes(self) -> int:
+        per_head = self.selector.metadata_width * self.selector.metadata_dtype.itemsize
+        return self.geometry.sparse_layers * self.geometry.kv_heads * per_head
+
+    def open(self, room: int, generation: int, prompt_len: int) -> StoreEntry | None:
+        """A new entry, or None when the budget does not allow it (the room then goes stock)."""
+        g = self.geometry
+        length = self.entry_bytes(prompt_len)
+        with self._lock:
+            if (room, generation) in self._entries:
+                return None
+            start = self._ranges.allocate(length)
+            if start is None:
+                return None
+            kv_bytes = prompt_len * g.token_bytes
+            kv = self._memory.tensor(
+                start, (g.layers, 2, prompt_len, g.kv_heads, g.head_dim), g.dtype
+            )
+            metadata = self._memory.tensor(
+                start + kv_bytes,
+                (g.sparse_layers, prompt_len, g.kv_heads, self.selector.metadata_width),
+                self.selector.metadata_dtype,
+            )
+            entry = StoreEntry(room, generation, prompt_len, kv, metadata)
+            self._entries[room, generation] = (entry, start, length)
+            self._users[room, generation] = 0
+            return entry
+
+    def acquire(self, room: int, generation: int) -> StoreEntry | None:
+        """The entry, kept from being freed until `release`; None when there is none (any more)."""
+        key = (room, generation)
+        with self._lock:
+            if key not in self._entries or key in self._dropped:
+                return None
+            self._users[key] += 1
+            return self._entries[key][0]
+
+    def release(self, entry: StoreEntry) -> None:
+        """Let go of an acquired entry."""
+        key = (entry.room, entry.generation)
+        with self._lock:
+            self._users[key] -= 1
+            self._free_if_unused(key)
+
+    def drop(self, room: int, generation: int) -> None:
+        """Forget an entry; its bytes are freed when the last reader lets go. Unknown: no effect."""
+        key = (room, generation)
+        with self._lock:
+            if key in self._entries:
+                self._dropped.add(key)
+                self._free_if_unused(key)
+
+    def busy(self, room: int, generation: int) -> bool:
+        """True while a thread still reads the entry."""
+        with self._lock:
+            return self._users.get((room, generation), 0) > 0
+
+    def older_than(self, seconds: float) -> list[tuple[int, int]]:
+        """Keys of entries opened more than `seconds` ago."""
+        limit = time.monotonic() - seconds
+        with self._lock:
+            return [key for key, (entry, _, _) in self._entries.items() if entry.opened < limit]
+
+    def _free_if_unused(self, key: tuple[int, int]) -> None:
+        if key in self._dropped and self._users[key] == 0:
+            _, start, length = self._entries.pop(key)
+            self._ranges.free(start, length)
+            self._dropped.discard(key)
+            del self._users[key]
