@@ -38,30 +38,27 @@ find_python() {
     die "Python 3.11 with venv was not found: install it (Debian: python3.11-venv) or name one in SMARTGEN_PYTHON."
 }
 
-missing_system_packages() {
+missing_libraries() { # Debian packages of the shared libraries that Mooncake loads
     local known
     known=$(PATH=$PATH:/sbin:/usr/sbin ldconfig -p 2>/dev/null || true)
     [[ $known == *libibverbs.so.1* ]] || echo libibverbs1
     [[ $known == *librdmacm.so.1* ]] || echo librdmacm1
-    PATH=$PATH:/sbin:/usr/sbin command -v tc >/dev/null || echo iproute2
 }
 
 install_system_packages() {
-    local missing required
-    missing=$(missing_system_packages | xargs)
-    [[ -n $missing ]] || return 0
+    local wanted
+    wanted=$(missing_libraries | xargs)
+    PATH=$PATH:/sbin:/usr/sbin command -v tc >/dev/null || wanted="$wanted iproute2"
+    [[ -n $wanted ]] || return 0
     if [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
-        say "apt-get install $missing"
+        say "apt-get install $wanted"
         # shellcheck disable=SC2086
-        if { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
-            apt-get install -y -qq --no-install-recommends $missing; } >&2 </dev/null; then
-            return 0
-        fi
+        { apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+            apt-get install -y -qq --no-install-recommends $wanted; } >&2 </dev/null || true
     fi
-    required=$(missing_system_packages | grep -v iproute2 | xargs || true)
-    [[ -z $required ]] ||
-        die "the system library package(s) $required are missing (Mooncake needs them) and cannot be installed from here: install them as root."
-    say "without iproute2 the shaped-network benchmark cannot run; everything else can"
+    wanted=$(missing_libraries | xargs)
+    [[ -z $wanted ]] ||
+        die "Mooncake needs the system package(s) $wanted, which are missing and could not be installed from here: install them as root."
 }
 
 make_base() { # $1: folder
@@ -97,7 +94,8 @@ make_checkout() { # $1: folder  $2: base
     done
     "$base/bin/python" -m pip --python "$thin/bin/python" install -q -q --no-input --no-deps \
         --no-build-isolation --disable-pip-version-check --editable "$root" >&2 </dev/null
-    "$thin/bin/python" -P -c 'import sglang_smartgen.triton_kernels' >&2
+    "$thin/bin/python" -P -c 'import importlib.util, sys
+sys.exit(importlib.util.find_spec("sglang_smartgen.triton_kernels") is None)' >&2
     echo "$base" >"$thin/base"
     touch "$thin/.ready"
 }
@@ -118,7 +116,7 @@ base=$cache/env-$pins
 thin=$cache/checkout-$({ echo "$root $pins"; cat pyproject.toml setup.py scripts/setup.sh; } | hash_of)
 model=$cache/models/smollm2-135m-instruct
 
-if [[ ! -e $base/.ready || ! -e $thin/.ready || ! -d $model || -n $(missing_system_packages) ]]; then
+if [[ ! -e $base/.ready || ! -e $thin/.ready || ! -d $model || -n $(missing_libraries) ]]; then
     exec 9>"$cache/setup.lock"
     flock -n 9 || { say "waiting for another set-up to end"; flock 9; }
     install_system_packages

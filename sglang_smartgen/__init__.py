@@ -1,3 +1,3 @@
-"""SmartGen for SGLang: start decoding before the whole KV cache has arrived, with the same answer."""
+"""SmartGen for SGLang: decode before the whole KV cache has arrived, with the same answer."""
 
 __version__ = "0.1.0"

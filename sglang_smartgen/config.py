@@ -1,11 +1,11 @@
-"""The one configuration of SmartGen: a frozen struct read from a file, a JSON text or the environment."""
+"""The one configuration of SmartGen: a frozen struct from a file, a JSON text or the env."""
 
 from __future__ import annotations
 
 import os
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -76,7 +76,7 @@ class SmartGenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return total // 4 if self.proactive_blocks is None else self.proactive_blocks
 
     def for_request(self, overrides: object) -> SmartGenConfig:
-        """This configuration with the overrides of one request (`mode`, `ratio`, `proactive_blocks`).
+        """This configuration with one request's `mode`, `ratio` and `proactive_blocks`.
 
         They come from `sampling_params.custom_params["smartgen"]`, so that one pair of servers can
         run the arms of a comparison side by side. Raises ConfigError on anything else.
@@ -114,7 +114,7 @@ def load_config(source: str) -> SmartGenConfig:
 
 
 def config_from_env() -> SmartGenConfig | None:
-    """The configuration that `SGLANG_SMARTGEN_CONFIG` names, or None when SmartGen is switched off."""
+    """What `SGLANG_SMARTGEN_CONFIG` configures, or None when SmartGen is switched off."""
     source = os.environ.get(CONFIG_ENV, "").strip()
     return load_config(source) if source else None
 
@@ -125,8 +125,19 @@ def _convert(value: Any) -> SmartGenConfig:
     except msgspec.ValidationError as error:
         if isinstance(error.__cause__, ConfigError):
             raise error.__cause__ from None
-        message = str(error)
-        if unknown := re.search(r"unknown field `(.+?)`", message):
-            allowed = ", ".join(SmartGenConfig.__struct_fields__)
-            message = f"unknown key '{unknown[1]}'; allowed keys are {allowed}"
-        raise ConfigError(f"smartgen config: {message}") from None
+        raise ConfigError(_sentence(str(error), value)) from None
+
+
+def _sentence(message: str, value: Any) -> str:
+    """msgspec's message in our form: the key, what was given, what is allowed."""
+    if unknown := re.search(r"unknown field `(.+?)`", message):
+        allowed = ", ".join(SmartGenConfig.__struct_fields__)
+        return f"smartgen config: unknown key '{unknown[1]}'; allowed keys are {allowed}"
+    if at := re.search(r"at `\$\.(\w+)`", message):
+        key = at[1]
+        hint = get_type_hints(SmartGenConfig)[key]
+        if get_origin(hint) is Literal:
+            allowed = ", ".join(str(choice) for choice in get_args(hint))
+            return f"{key} is {value[key]!r}; allowed are {allowed}"
+        return f"{key} is {value[key]!r}; {message.split(' - ')[0].lower()}"
+    return f"smartgen config: {message}"

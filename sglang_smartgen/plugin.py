@@ -14,6 +14,10 @@ from sglang_smartgen.config import ConfigError, config_from_env
 from sglang_smartgen.engine import cpu_host, scheduler_hooks
 from sglang_smartgen.engine.hooking import Hook, HookError, install
 
+STALL_LIMITS = ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC")
+STALL_LIMIT_S = "10"
+"""Seconds until Mooncake drops a stalled connection (its default: 30); a fence waits so long."""
+
 _DECODE = "sglang.srt.disaggregation.decode."
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 
@@ -41,6 +45,14 @@ HOOKS = (
         ("self", "batch", "pp_proxy_tensors"),
         ("prefill", "decode"),
         "it tells P the rooms of a batch and ends failed requests on D",
+    ),
+    Hook(
+        _SCHEDULER + "on_idle",
+        "after",
+        scheduler_hooks.yield_when_idle,
+        ("self",),
+        ("prefill", "decode"),
+        "it leaves the interpreter to the push and fetch threads while a scheduler is idle",
     ),
     Hook(
         "sglang.srt.managers.scheduler_components.internal_state."
@@ -107,6 +119,8 @@ def register() -> None:
         if "sglang.srt.managers.scheduler" in sys.modules:
             from sglang_smartgen.engine.layer_hook import wrap_backend_factories
 
+            for name in STALL_LIMITS:
+                os.environ.setdefault(name, STALL_LIMIT_S)
             install(HOOKS)
             wrap_backend_factories()
     except (ConfigError, HookError) as error:

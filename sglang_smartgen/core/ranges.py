@@ -41,7 +41,7 @@ class RangeAllocator:
         return None
 
     def free(self, start: int, length: int) -> None:
-        """Give back a range that `allocate` returned. Raises ValueError if part of it is free already."""
+        """Give a range of `allocate` back. Raises ValueError if part of it is free already."""
         stop = start + self._padded(length)
         i = bisect_left(self._starts, start)
         if (i > 0 and self._stops[i - 1] > start) or (

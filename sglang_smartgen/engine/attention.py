@@ -2,8 +2,8 @@
 
 Prefill, dense layers and short prompts run SGLang's `torch_native` code. For a SmartGen room the
 selector picks k entries of the prompt a KV head; those and every new token are attended. Rows go to
-`scaled_dot_product_attention` in ascending position whatever lane brought them, so the floating-point
-sums, and with them the tokens, do not depend on what was local (design.md 2.1).
+`scaled_dot_product_attention` in ascending position whatever lane brought them, so the
+floating-point sums, and with them the tokens, do not depend on what was local (design.md 2.1).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class SmartGenAttnBackend(TorchNativeAttnBackend):
     def _attend(
         self, query: Tensor, keys: Tensor, values: Tensor, tail: Tensor, layer: Any, want: Wanted
     ) -> Tensor:
-        """query [q_heads, head_dim]; keys, values [kv_heads, k, head_dim]; tail: slots of new tokens."""
+        """query [q_heads, head_dim]; keys, values [kv_heads, k, head_dim]; tail: new slots."""
         new_keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)[tail].movedim(0, 1)
         new_values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)[tail].movedim(0, 1)
         mask = None

@@ -90,7 +90,7 @@ class DecodeSide:
         self.counters = {"rooms": 0, "fallbacks": 0, "failures": 0}
 
     def _metadata_pool(self, slots: int) -> Tensor:
-        """One pool [sparse_layers, slots, kv_heads, width], addressed by the KV pool's own slots."""
+        """[sparse_layers, slots, kv_heads, width], addressed by the KV pool's own slots."""
         g, s = self.facts.geometry, self.selector
         shape = (max(1, g.sparse_layers), slots, g.kv_heads, s.metadata_width)
         length = torch.Size(shape).numel() * s.metadata_dtype.itemsize
@@ -200,7 +200,7 @@ class DecodeSide:
                 self._encode_here(state)
 
     def _encode_here(self, state: DecodeRoom) -> None:
-        """Metadata of a prompt that came whole: the same bytes that a SmartGen P would have sent."""
+        """Metadata of a prompt that came whole: the bytes that a SmartGen P would have sent."""
         anchor_len = min(self.selector.anchor_tokens, state.prompt_len)
         for layer in range(DENSE_LAYERS, self.facts.geometry.layers):
             keys = self.facts.keys[layer].index_select(0, state.slots)

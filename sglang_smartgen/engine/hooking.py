@@ -1,8 +1,8 @@
 """Typed hooks on SGLang: checked against its signatures before, and for being in place after.
 
 SGLang logs and swallows every plugin error and would then serve stock; so each hook is checked here
-and the process refuses to start when one is missing (design.md 2.6). Each hook counts its calls, for
-the tests that ask "did it fire".
+and the process refuses to start when one is missing (design.md 2.6). Each hook counts its calls,
+for the tests that ask "did it fire".
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 The paper lets remote rows land in the leading columns of the gathered KV itself. Here they land in
 an arena of their own, one run a request, and are then put both at their place and into the KV pool:
-a request costs one write instead of one a row (65 to 95 us each on Mooncake TCP), a fetched entry is
-kept and never fetched again, and the order of the rows, and so the answer's last bits, stays that of
-the selector. Fetched entries are kept one by one (`DecodeRoom.held`), not as whole tokens.
+a request costs one write instead of one a row (65 to 95 us each on Mooncake TCP), a fetched entry
+is kept and never fetched again, and the order of the rows, and so the answer's last bits, stays
+that of the selector. Fetched entries are kept one by one (`DecodeRoom.held`), not as whole tokens.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ class Lanes:
         self._side = side
         self._geometry = side.facts.geometry
 
-    def gather(
-        self, layer: int, wanted: list[Wanted]
-    ) -> Iterator[tuple[Wanted, Tensor, Tensor]]:
+    def gather(self, layer: int, wanted: list[Wanted]) -> Iterator[tuple[Wanted, Tensor, Tensor]]:
         """Each request with its K and V, [kv_heads, k, head_dim] in the order of its positions.
 
         A room whose fetch failed is marked failed and yields zeros; the scheduler ends its request.
@@ -90,9 +88,7 @@ class Lanes:
         for want in remote:
             assert want.split is not None and want.room.peer is not None
             counts = want.split.remote[0].tolist()
-            positions = [
-                want.split.reordered[0, head, :count] for head, count in enumerate(counts)
-            ]
+            positions = [want.split.reordered[0, head, :count] for head, count in enumerate(counts)]
             want.arena_offset = offset
             asks.append(
                 Ask(want.room.room, want.room.generation, want.room.peer, offset, positions)
@@ -151,9 +147,7 @@ class Lanes:
         assert want.split is not None
         counts = want.split.remote[0]
         total = int(counts.sum())
-        rows = self._side.arena.memory.tensor(
-            want.arena_offset, (total, 2, g.head_dim), g.dtype
-        )
+        rows = self._side.arena.memory.tensor(want.arena_offset, (total, 2, g.head_dim), g.dtype)
         # Row n of the run belongs to head[n], at column order[head, n - first of the head].
         head = torch.repeat_interleave(torch.arange(g.kv_heads), counts)
         nth = torch.arange(total) - (counts.cumsum(0) - counts)[head]

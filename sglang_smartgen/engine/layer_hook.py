@@ -28,7 +28,9 @@ def _with_callback(factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
         runtime.remember_model(runner)
         original = backend.forward_extend
 
-        def forward_extend(q: Any, k: Any, v: Any, layer: Any, batch: Any, *a: Any, **kw: Any) -> Any:
+        def forward_extend(
+            q: Any, k: Any, v: Any, layer: Any, batch: Any, *a: Any, **kw: Any
+        ) -> Any:
             out = original(q, k, v, layer, batch, *a, **kw)
             side = runtime.prefill_side()
             if side is not None:

@@ -1,8 +1,9 @@
 """The KV manager with SmartGen in it: SGLang's Mooncake manager, our frames, our messages.
 
 It adds no thread of its own to SGLang's. On P the bootstrap thread, on D the decode thread passes
-every received message through `_filter` first: SmartGen messages are consumed there, extra frames of
-SGLang's registration and metadata messages are read there, and everything else goes on unchanged.
+every received message through `_filter` first: SmartGen messages are consumed there, extra frames
+of SGLang's registration and metadata messages are read there, and everything else goes on
+unchanged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SmartGen's own server options inside SGLang's option pipeline: backend name, defaults, refusals."""
+"""SmartGen's server options inside SGLang's option pipeline: backend name, defaults, refusals."""
 
 from __future__ import annotations
 

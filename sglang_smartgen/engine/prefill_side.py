@@ -3,8 +3,8 @@
 Owner: the KV manager of a prefill rank creates one, with its push and fetch threads. SGLang's
 bootstrap thread announces peers and rooms and hands over Fetch and Release; the scheduler thread
 begins, fills and finishes rooms; the push thread reports back through `_pushed`. A store entry is
-held by the scheduler until it will not fill it any more and by the push thread until it has sent it,
-so its bytes cannot get a new owner under either.
+held by the scheduler until it will not fill it any more and by the push thread until it has sent
+it, so its bytes cannot get a new owner under either.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from sglang_smartgen.transfer.transport import Transport
 logger = logging.getLogger(__name__)
 
 PUSH_TIMEOUT_S = 120.0
+FENCE_SLICE_S = 0.25
+"""How long one Release may try to fence; D asks again every second, and fetches must not wait."""
 
 
 class Outcome(Protocol):
@@ -41,7 +43,7 @@ class Outcome(Protocol):
         """False once the room has failed or was aborted."""
 
     def pushed(self, room: PushRoom) -> None:
-        """The planned blocks are on D (or `room.failure` says why not); called by the push thread."""
+        """The planned blocks are on D, or `room.failure` says why not (push thread)."""
 
 
 class _Room(msgspec.Struct):
@@ -96,7 +98,7 @@ class PrefillSide:
     # Bootstrap thread -----------------------------------------------------------------------
 
     def add_peer(self, registration: Registration, keys: list[int], values: list[int]) -> bool:
-        """A decode rank announced itself; False when it is laid out differently (stock transfer)."""
+        """A decode rank announced itself; False when its layout differs (stock transfer)."""
         g = self.facts.geometry
         same = (
             registration.layers == g.layers == len(keys) == len(values)
@@ -185,7 +187,8 @@ class PrefillSide:
     def on_layer(self, layer: int, rows: Tensor, stops: list[int]) -> None:
         """Layer `layer` wrote its KV for every row of the batch, tokens up to `stops` [batch].
 
-        rows: int [>= batch] rows of req_to_token. Copies what is new to the store and wakes the push.
+        rows: int [>= batch] rows of req_to_token. Copies what is new to the store and wakes the
+        push.
         """
         if not self._batch:
             return
@@ -207,7 +210,7 @@ class PrefillSide:
             self._push.layer_ready(state.push, layer)
 
     def finish(self, room: int, slots: Tensor) -> None:
-        """The whole prompt is in the pool at `slots` [prompt_len]; SGLang's last send of the room."""
+        """The whole prompt is in the pool at `slots` [prompt_len]: SGLang's last send."""
         state = self._rooms[room]
         if state.scheduler_holds:
             # Layers whose hook did not fire (there should be none) are swept up here.
@@ -270,14 +273,14 @@ class PrefillSide:
         if (
             state is not None
             and state.push.entry.generation == release.generation
-            and not state.ended.wait(self.config.fetch_timeout_s)
+            and not state.ended.wait(FENCE_SLICE_S)
         ):
             return False
         key = (release.room, release.generation)
         peer = self._peers.get(release.session)
         if key in self._doubtful and peer is not None:
             r = peer.registration
-            if not self._transport.fence(r.session, r.scratch, self.config.fetch_timeout_s):
+            if not self._transport.fence(r.session, r.scratch, FENCE_SLICE_S):
                 return False
             self._doubtful.discard(key)
         return True

@@ -76,5 +76,7 @@ def declare_options(view: Any) -> dict[str, object]:
     declared: dict[str, object] = {"disable_overlap_schedule": True, "page_size": 1}
     if view.disaggregation_mode == "decode":
         declared["attention_backend"] = BACKEND
+        # A captured graph would freeze selection and fetch, which run on the host.
+        declared["disable_decode_cuda_graph"] = True
         declared["disaggregation_decode_retraction_backup"] = "none"
     return declared

@@ -1,7 +1,7 @@
 """What one scheduler process knows of its model and its side of SmartGen.
 
-SGLang builds the attention backend first, then the KV manager, then the scheduler's queues, and none
-of them is handed the others. This module is the one place where they find each other.
+SGLang builds the attention backend first, then the KV manager, then the scheduler's queues, and
+none of them is handed the others. This module is the one place where they find each other.
 """
 
 from __future__ import annotations

@@ -11,7 +11,9 @@ from http import HTTPStatus
 from typing import Any
 
 from sglang_smartgen.engine import runtime
-from sglang_smartgen.engine.hooking import verify
+from sglang_smartgen.engine.hooking import fired, verify
+
+IDLE_SLEEP_S = 0.0005
 
 
 def check_hooks(_result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -90,7 +92,7 @@ def has_pending_releases(result: bool, queue: Any) -> bool:
 def release_kv_cache(
     original: Callable[..., None], req: Any, tree_cache: Any, *, checkpoint: bool
 ) -> None:
-    """Around `release_kv_cache` on D: slots and row are freed when P can no longer write to them."""
+    """Around `release_kv_cache` on D: slots and row go when P can no longer write to them."""
     decode = runtime.decode_side()
     room = getattr(req, "bootstrap_room", None)
     if decode is None or decode.room(room) is None or not req.kv.holds_kv:
@@ -110,9 +112,24 @@ def release_kv_cache(
             )
 
 
+def yield_when_idle(_result: None, scheduler: Any) -> None:
+    """After `Scheduler.on_idle`: SGLang's idle loop spins, and its spinning starves our threads.
+
+    Push, fetch and decode threads need the same interpreter; half a millisecond of sleep costs an
+    idle loop nothing that anyone can see and gives them all of it.
+    """
+    time.sleep(IDLE_SLEEP_S)
+
+
 def add_state(result: Any, controller: Any, request: Any) -> Any:
     """After `get_internal_state`: a `smartgen` block in /server_info."""
     side = runtime.decode_side() or runtime.prefill_side()
     if side is not None:
-        result.internal_state["smartgen"] = side.snapshot()
+        scheduler = controller.scheduler
+        result.internal_state["smartgen"] = {
+            **side.snapshot(),
+            "free_slots": scheduler.token_to_kv_pool_allocator.available_size(),
+            "free_rows": scheduler.req_to_token_pool.available_size(),
+            "hooks_fired": dict(fired),
+        }
     return result

@@ -61,6 +61,8 @@ class HataSelector(Selector):
         A prompt with no more tokens than sinks uses the mean of them all. Summed in float64, so
         that the rounded result does not depend on the order of the sum.
         """
+        if anchor.shape[0] == 1:  # condensed before, or a prompt of one token
+            return anchor.float()
         tail = anchor[SINK_TOKENS:] if anchor.shape[0] > SINK_TOKENS else anchor
         return tail.double().mean(0, keepdim=True).float()
 

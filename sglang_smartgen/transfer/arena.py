@@ -1,8 +1,8 @@
 """D's landing area for fetched entries: a few slabs, one step uses one, a doubtful one rests.
 
 P writes into a slab until its FetchDone. When that never comes, bytes may still land later, so the
-slab is quarantined with the rooms that were asked for, and comes back when each of their releases is
-settled. Used by the forward thread alone, except `settled`, which the scheduler thread calls too
+slab is quarantined with the rooms that were asked for, and comes back when each of their releases
+is settled. Used by the forward thread alone, except `settled`, which the scheduler thread calls too
 (the same thread in SGLang); it is not locked.
 """
 

@@ -150,7 +150,7 @@ class FetchServer:
         return failures
 
     def _gather(self, entry: StoreEntry, layer: int, item: FetchItem, at: int) -> str | None:
-        """Gather an item to byte `at` of the bounce buffer; a sentence when it asks for nonsense."""
+        """Gather an item to byte `at` of the bounce buffer; a sentence when it is nonsense."""
         g = self._store.geometry
         if not 0 <= layer < g.layers or len(item.positions) != g.kv_heads:
             return f"layer {layer} with {len(item.positions)} KV heads does not fit this model"

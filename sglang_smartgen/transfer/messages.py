@@ -1,8 +1,9 @@
 """Control messages between P and D: msgspec structs over SGLang's own sockets.
 
 On the wire a message is three frames: TAG, the protocol version, and a msgpack payload. Two of them
-(Registration, OpenRoom) travel as one extra frame of SGLang's registration and metadata messages, so
-that they cannot be separated from them. Every message about a request carries room and generation.
+(Registration, OpenRoom) travel as one extra frame of SGLang's registration and metadata messages,
+so that they cannot be separated from them. Every message about a request carries room and
+generation.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
-    """P to D, before SGLang's Success: the room starts on partial KV. Byte counts are of the pushes."""
+    """P to D, before SGLang's Success: the room starts on partial KV; bytes of the pushes."""
 
     room: int
     generation: int
@@ -103,14 +104,14 @@ class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
 
 
 class FetchDone(msgspec.Struct, frozen=True, tag="fetched"):
-    """P to D: every item of `sequence` has landed, but for the rooms in `failures` (room, cause)."""
+    """P to D: every item of `sequence` has landed, but for `failures` (room, cause)."""
 
     sequence: int
     failures: list[tuple[int, str]]
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """D to P: this generation of the room is over; nothing may be written for it after the answer."""
+    """D to P: this generation is over; nothing may be written for it after the answer."""
 
     room: int
     generation: int

@@ -53,7 +53,7 @@ class Quarantine:
         resend: Callable[[], None],
         peer_is_dead: Callable[[], bool],
     ) -> None:
-        """Keep the room's slots; `resend` sends the Release (again), `free` runs once at the end."""
+        """Keep the room's slots; `resend` sends the Release, `free` runs once at the end."""
         now = time.monotonic()
         held = Held(room, generation, free, resend, peer_is_dead, now, now)
         with self._lock:

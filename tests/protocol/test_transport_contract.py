@@ -24,8 +24,8 @@ import pytest
 
 # Mooncake reads its environment when the first engine of the process starts.
 os.environ["MC_FORCE_TCP"] = "1"
-os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] = "1"
-os.environ["MC_TCP_STATUS_TIMEOUT_SEC"] = "1"
+os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] = "2"
+os.environ["MC_TCP_STATUS_TIMEOUT_SEC"] = "2"
 
 from sglang_smartgen.transfer import socket as socket_module
 from sglang_smartgen.transfer.fake import FakeNetwork, FakeTransport
@@ -112,7 +112,7 @@ class ProcessWorld(World):
         sender = (
             MooncakeTransport.create("127.0.0.1")
             if kind == "mooncake"
-            else SocketTransport("127.0.0.1", TOKEN, progress_timeout_s=1.0)
+            else SocketTransport("127.0.0.1", TOKEN, progress_timeout_s=2.0)
         )
         super().__init__(sender)
         self._kind, self._path, self._port = kind, path, 0
@@ -278,7 +278,7 @@ def test_a_fence_passes_after_a_failure_and_costs_its_time_once(world):
     start = time.monotonic()
     assert world.fence(10.0) is True
     if isinstance(world.sender, MooncakeTransport):
-        assert time.monotonic() - start > 0.9  # the engine's progress timeout
+        assert time.monotonic() - start > 1.9  # the engine's progress timeout
     start = time.monotonic()
     assert world.fence(10.0) is True
     assert time.monotonic() - start < 0.1
@@ -304,7 +304,7 @@ def test_writes_to_a_dead_peer_fail_in_time_and_no_fence_passes(own_world):
         assert world.peer in failed(world.write((0, 0, 1 << 20)))
     start = time.monotonic()
     assert world.fence(0.5) is False
-    assert time.monotonic() - start < 0.8
+    assert time.monotonic() - start < 1.5
 
 
 def test_a_restarted_peer_is_reached_again_and_the_old_one_is_not_mixed_up_with_it(own_world):

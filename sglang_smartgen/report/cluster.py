@@ -1,0 +1,303 @@
+"""One prefill server, one decode server and a router on this machine, as a context manager.
+
+    with Cluster(model, config={"ratio": 0.2}, log_dir=Path("logs")) as cluster:
+        Client(cluster.url).generate("Once upon a time", max_new_tokens=16)
+
+The caller's thread owns the processes; while they start, a thread for each asks whether it is up.
+Whatever ends the caller, the processes end too (see `processes`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from sglang_smartgen.config import CONFIG_ENV
+from sglang_smartgen.report.processes import ServerProcess, stop
+
+ROLES = ("prefill", "decode", "router")
+PORTS = range(20000, 32000)  # below the ports that the kernel gives to outgoing connections
+POLL_S = 0.5
+HEALTH_S = 30.0  # a /health answer of SGLang takes 1 to 20 s: it generates a token
+
+Progress = Callable[[float, dict[str, bool]], None]
+"""Called about twice a second while servers start: seconds since the start, and who is ready."""
+
+
+class ClusterError(RuntimeError):
+    """The servers did not start or ended; one sentence, then the last lines of a log."""
+
+
+class Cluster:
+    """A running prefill and decode pair behind SGLang's mini router, all on `host`.
+
+    config: SmartGen's configuration of both sides, None = stock SGLang; `decode_config` replaces it
+    on the decode side where it is given. prefill_args, decode_args: flags for SGLang behind ours.
+    Enter (or `start`) raises ClusterError when a process ends or `start_timeout_s` passes.
+    """
+
+    def __init__(
+        self,
+        model: Path | str,
+        *,
+        config: dict[str, Any] | None,
+        log_dir: Path,
+        prefill_args: Sequence[str] = (),
+        decode_args: Sequence[str] = (),
+        decode_config: dict[str, Any] | None = None,
+        host: str = "127.0.0.1",
+        max_total_tokens: int = 20000,
+        start_timeout_s: float = 600.0,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.model = str(model)
+        self.host = host
+        self.log_dir = Path(log_dir).resolve()
+        self._configs = {
+            "prefill": config,
+            "decode": config if decode_config is None else decode_config,
+        }
+        self._extra_args = {"prefill": list(prefill_args), "decode": list(decode_args)}
+        self._max_total_tokens = max_total_tokens
+        self._start_timeout_s = start_timeout_s
+        self._env = dict(env or {})
+        self._ports: dict[str, int] = {}
+        self._processes: dict[str, ServerProcess] = {}
+
+    # Life -----------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self, progress: Progress | None = None) -> None:
+        """Start all three and wait until they answer; on any failure nothing is left running."""
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        names = (*ROLES, "bootstrap", "prefill nccl", "decode nccl")
+        self._ports = dict(zip(names, free_ports(len(names)), strict=True))
+        self._launch(ROLES, progress)
+
+    def stop(self, grace_s: float = 8.0) -> None:
+        """End all processes of the cluster; harmless when it has ended already."""
+        try:
+            stop(self._processes.values(), grace_s=grace_s)
+        finally:
+            self._processes.clear()
+
+    def kill_prefill(self) -> None:
+        """SIGKILL the prefill server with all its processes, as a crash of the machine would."""
+        stop([self._processes.pop("prefill")], grace_s=0)
+
+    def restart_prefill(self, progress: Progress | None = None) -> None:
+        """Start the prefill server again at the same ports (after killing it, if it still runs)."""
+        if "prefill" in self._processes:
+            self.kill_prefill()
+        self._ports["prefill nccl"] = free_ports(1)[0]
+        self._launch(["prefill"], progress)
+
+    def _launch(self, roles: Sequence[str], progress: Progress | None) -> None:
+        try:
+            for role in roles:
+                self._processes[role] = ServerProcess(
+                    role,
+                    self.command(role),
+                    env=self.environment(role),
+                    log=self.log_dir / f"{role}.log",
+                )
+            self._wait_until_ready(roles, progress or (lambda seconds, ready: None))
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wait_until_ready(self, roles: Sequence[str], progress: Progress) -> None:
+        started = time.monotonic()
+        ended = threading.Event()
+        with ThreadPoolExecutor(len(roles)) as pool:
+            try:
+                answers = {
+                    role: pool.submit(_poll_health, self.urls[role], ended) for role in roles
+                }
+                while True:
+                    seconds = time.monotonic() - started
+                    ready = {role: answers[role].done() for role in roles}
+                    progress(seconds, ready)
+                    self.check()
+                    if all(ready.values()):
+                        return
+                    if seconds > self._start_timeout_s:
+                        raise self._late(ready, seconds)
+                    time.sleep(POLL_S)
+            except BaseException:
+                # Their connections break with the servers, so that the threads end at once.
+                ended.set()
+                stop(self._processes.values(), grace_s=0)
+                raise
+
+    # Failures -------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise ClusterError when a process of the cluster has ended by itself."""
+        for role, process in self._processes.items():
+            if (code := process.exit_code) is not None:
+                how = f"with exit code {code}" if code >= 0 else f"by signal {-code}"
+                after = time.monotonic() - process.started
+                raise ClusterError(
+                    _with_log(f"the {role} server ended {how} after {after:.0f} s", process)
+                )
+
+    def log_tails(self, lines: int = 12) -> dict[str, list[str]]:
+        """The last `lines` log lines of every running process."""
+        return {role: process.log_tail(lines) for role, process in self._processes.items()}
+
+    def _late(self, ready: dict[str, bool], seconds: float) -> ClusterError:
+        late = [role for role in ready if not ready[role]]
+        noun = f"the {late[0]} server does" if len(late) == 1 else f"{' and '.join(late)} do"
+        sentence = f"{noun} not answer {seconds:.0f} s after the start"
+        return ClusterError(_with_log(sentence, self._processes[late[0]]))
+
+    # Command lines --------------------------------------------------------------------------
+
+    @property
+    def urls(self) -> dict[str, str]:
+        """HTTP addresses of `prefill`, `decode` and `router`."""
+        return {role: f"http://{self.host}:{self._ports[role]}" for role in ROLES}
+
+    @property
+    def url(self) -> str:
+        """Address that requests go to: the router's."""
+        return self.urls["router"]
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids of the running launchers; each leads the session of its server."""
+        return {role: process.pid for role, process in self._processes.items()}
+
+    def command(self, role: str) -> list[str]:
+        """The command line of `role`."""
+        port = str(self._ports[role])
+        python = [sys.executable, "-P", "-m"]
+        if role == "router":
+            bootstrap = str(self._ports["bootstrap"])
+            return [
+                *python,
+                "sglang_router.launch_router",
+                *("--pd-disaggregation", "--mini-lb", "--host", self.host, "--port", port),
+                *("--prefill", self.urls["prefill"], bootstrap, "--decode", self.urls["decode"]),
+            ]
+        command = [
+            *python,
+            "sglang_smartgen.launch_server",
+            *("--model-path", self.model, "--host", self.host, "--port", port),
+            *("--disaggregation-mode", role, "--disaggregation-transfer-backend", "mooncake"),
+            *("--nccl-port", str(self._ports[f"{role} nccl"])),
+            *("--dtype", "float32", "--mem-fraction-static", "0.3"),
+            *("--max-total-tokens", str(self._max_total_tokens), "--max-running-requests", "8"),
+            "--skip-server-warmup",
+        ]
+        if role == "prefill":
+            command += ["--disaggregation-bootstrap-port", str(self._ports["bootstrap"])]
+        config = self._configs[role]
+        if config is not None:
+            command += ["--enable-smartgen", "--smartgen-config", json.dumps(config)]
+        return command + self._extra_args[role]
+
+    def environment(self, role: str) -> dict[str, str]:
+        """The environment of `role`: ours, one core for each server, and no network but `host`."""
+        core = ("prefill", "decode", "router").index(role) % (os.cpu_count() or 1)
+        programs = str(Path(sys.executable).parent)
+        env = {
+            **os.environ,
+            "PATH": os.pathsep.join([programs, os.environ.get("PATH", os.defpath)]),
+            "PYTHONSAFEPATH": "1",  # else a folder `triton_kernels` could be imported from the top
+            "SGLANG_HOST_IP": self.host,
+            "HOST_IP": self.host,
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "SGLANG_CPU_OMP_THREADS_BIND": str(core),
+            **self._env,
+        }
+        env.pop(CONFIG_ENV, None)
+        return env
+
+    # Questions ------------------------------------------------------------------------------
+
+    def server_info(self, role: str) -> dict[str, Any]:
+        """/server_info of `prefill` or `decode`."""
+        import requests
+
+        response = requests.get(f"{self.urls[role]}/server_info", timeout=30)
+        response.raise_for_status()
+        info: dict[str, Any] = response.json()
+        return info
+
+    def smartgen_state(self, role: str) -> dict[str, Any]:
+        """SmartGen's block of /server_info. Raises KeyError on a stock server."""
+        state: dict[str, Any] = self.server_info(role)["internal_states"][0]["smartgen"]
+        return state
+
+    def flush_cache(self, role: str = "prefill", timeout_s: float = 20.0) -> None:
+        """Empty the radix cache of a server. Raises ClusterError when it does not get idle."""
+        import requests
+
+        url = f"{self.urls[role]}/flush_cache"
+        response = requests.post(url, params={"timeout": timeout_s}, timeout=timeout_s + 10)
+        if response.status_code != 200:
+            raise ClusterError(
+                f"the {role} server did not flush its cache within {timeout_s:.0f} s: "
+                f"{response.text.strip()}"
+            )
+
+
+def free_ports(count: int) -> list[int]:
+    """`count` different TCP ports of PORTS that nothing on this machine listens on."""
+    bound: list[socket.socket] = []
+    try:
+        for port in random.sample(PORTS, len(PORTS)):
+            candidate = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            try:
+                candidate.bind(("", port))
+            except OSError:
+                candidate.close()
+                continue
+            bound.append(candidate)
+            if len(bound) == count:
+                return [open_socket.getsockname()[1] for open_socket in bound]
+        raise ClusterError(f"no {count} free ports from {PORTS.start} to {PORTS.stop - 1}")
+    finally:
+        for open_socket in bound:
+            open_socket.close()
+
+
+def _poll_health(url: str, ended: threading.Event) -> None:
+    """Return when the server at `url` is healthy or `ended` is set."""
+    import requests
+
+    while not ended.wait(POLL_S):
+        try:
+            if requests.get(f"{url}/health", timeout=(1.0, HEALTH_S)).status_code == 200:
+                return
+        except requests.RequestException:
+            continue
+
+
+def _with_log(sentence: str, process: ServerProcess) -> str:
+    tail = "".join(f"\n  {line}" for line in process.log_tail())
+    return f"{sentence}; {process.log} ends with:{tail or ' (nothing)'}"

@@ -1,0 +1,72 @@
+"""k = all equals stock SGLang token for token, however the prompt was batched, cut or cached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pytest
+from e2e_cpu.compare import EVERYTHING, ask, ask_together, assert_same_as_stock, finished
+
+from sglang_smartgen.report.client import Answer, Client
+from sglang_smartgen.report.cluster import Cluster
+
+if TYPE_CHECKING:
+    from e2e_cpu.conftest import Pairs
+
+exact = pytest.mark.pair(config=EVERYTHING)
+chunked = pytest.mark.pair(config=EVERYTHING, prefill_args=["--chunked-prefill-size", "256"])
+
+
+@pytest.fixture(scope="session")
+def stock(pairs: Pairs, prompts: list[list[int]]) -> list[Answer]:
+    """Stock SGLang's answers under full transfer, with its two best candidates a token."""
+    url = pairs.get(config=None).url
+    return [ask(url, prompt, top_logprobs=2) for prompt in prompts]
+
+
+@pytest.mark.pair(config=None)
+def test_stock_answers(stock: list[Answer]) -> None:
+    assert len({tuple(answer.token_ids) for answer in stock}) == len(stock)
+
+
+@exact
+def test_single(stock: list[Answer], cluster: Cluster, prompts: list[list[int]]) -> None:
+    compare(cluster, prompts, stock)
+
+
+@exact
+def test_batch_of_four(stock: list[Answer], cluster: Cluster, prompts: list[list[int]]) -> None:
+    cluster.flush_cache()
+    both = list(zip(prompts, stock, strict=True))
+    for group in (both[:4], both[4:]):
+        answers = ask_together(cluster.url, [prompt for prompt, _ in group])
+        for (prompt, reference), answer in zip(group, answers, strict=True):
+            assert_same_as_stock(cluster.url, prompt, answer.token_ids, reference)
+
+
+@exact
+def test_prefix_hit(stock: list[Answer], cluster: Cluster, prompts: list[list[int]]) -> None:
+    """The first half of the prompt is in P's radix cache."""
+    for prompt, reference in list(zip(prompts, stock, strict=True))[-2:]:
+        cluster.flush_cache()
+        half = len(prompt) // 2
+        Client(cluster.url).generate(prompt[:half], max_new_tokens=1)
+        answer = ask(cluster.url, prompt)
+        assert half - 1 <= answer.cached_tokens < len(prompt) - 1
+        assert_same_as_stock(cluster.url, prompt, answer.token_ids, reference)
+
+
+@chunked
+def test_chunked_prefill(stock: list[Answer], cluster: Cluster, prompts: list[list[int]]) -> None:
+    compare(cluster, prompts, stock)
+
+
+def compare(cluster: Cluster, prompts: Sequence[list[int]], stock: Sequence[Answer]) -> None:
+    """Each prompt alone; every room must have been SmartGen's, and partial."""
+    cluster.flush_cache()
+    for number, (prompt, reference) in enumerate(zip(prompts, stock, strict=True)):
+        answer = ask(cluster.url, prompt, rid=f"equal-{number}")
+        assert_same_as_stock(cluster.url, prompt, answer.token_ids, reference)
+        record = finished(cluster, f"equal-{number}")
+        assert record["fallback"] == "" and record["local_share_at_start"] < 0.1

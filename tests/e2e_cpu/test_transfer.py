@@ -1,0 +1,100 @@
+"""What was local, remote or late changes no token; partial is partial; fallbacks are whole."""
+
+from __future__ import annotations
+
+import pytest
+from e2e_cpu.compare import EVERYTHING, ask, ask_together, finished
+
+from sglang_smartgen.report.cluster import Cluster
+
+LAYERS, BLOCKS = 30, 1024
+KV_TOKEN_BYTES = 46080  # SmolLM2 in float32
+HALF = {"mode": "smartgen", "proactive_blocks": LAYERS * BLOCKS // 2}
+ONLY_DENSE = {"mode": "smartgen", "proactive_blocks": 2 * BLOCKS}
+RATIOS = (0.1, 0.2)
+SHARES = {"full": 1.0, "half": 1 / 2, "dense": 2 / LAYERS}
+
+# The store holds one long prompt, not two.
+hata = pytest.mark.pair(config={"selector": "hata", "store_gb": 0.08})
+exact = pytest.mark.pair(config=EVERYTHING)
+SELECTORS = [pytest.param("exact", marks=exact), pytest.param("hata", marks=hata)]
+stock_prefill = pytest.mark.pair(config=None, decode_config={"selector": "hata"})
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_transfer_changes_nothing(
+    selector: str, ratio: float, cluster: Cluster, prompts: list[list[int]]
+) -> None:
+    arms = {"full": {"mode": "full"}, "half": HALF, "dense": ONLY_DENSE}
+    for number in (2, 5):
+        answers = {}
+        for name, arm in arms.items():
+            rid = f"{selector}-{ratio}-{number}-{name}"
+            asked = {**arm, "ratio": ratio}
+            answer = ask(cluster.url, prompts[number], 32, smartgen=asked, rid=rid)
+            answers[name] = answer.token_ids
+            share = finished(cluster, rid)["local_share_at_start"]
+            assert share == pytest.approx(SHARES[name], abs=0.01)
+        assert answers["half"] == answers["full"]
+        assert answers["dense"] == answers["full"]
+
+
+@hata
+def test_partial_really_is_partial(cluster: Cluster, prompts: list[list[int]]) -> None:
+    prompt = prompts[6]
+    ask(cluster.url, prompt, 8, smartgen=ONLY_DENSE, rid="partial")
+    record = finished(cluster, "partial")
+    at_start = record["bytes_proactive"] + record["bytes_metadata"]
+    print(f"at start {at_start / len(prompt) / KV_TOKEN_BYTES:.3f} of the KV")
+    assert at_start <= 0.2 * len(prompt) * KV_TOKEN_BYTES
+    assert record["bytes_proactive"] == 2 * len(prompt) * KV_TOKEN_BYTES // LAYERS
+    assert record["fetched_layers"] == list(range(2, LAYERS))
+
+
+@hata
+def test_short_prompt_is_stock(cluster: Cluster, prompts: list[list[int]]) -> None:
+    """Below min_prompt_len no room is opened: full transfer and dense attention."""
+    before = cluster.smartgen_state("decode")["counters"]["rooms"]
+    ask(cluster.url, prompts[0][:200], 8)
+    assert cluster.smartgen_state("decode")["counters"]["rooms"] == before
+
+
+@hata
+def test_full_store_falls_back(cluster: Cluster, prompts: list[list[int]]) -> None:
+    """Two prompts that do not fit into the store together: one is sent whole, same tokens."""
+    pair = [prompts[6], prompts[7]]
+    alone = [ask(cluster.url, prompt, 24).token_ids for prompt in pair]
+    cluster.flush_cache()
+    before = cluster.smartgen_state("prefill")["fallbacks"].get("prefill store full", 0)
+    together = [answer.token_ids for answer in ask_together(cluster.url, pair, tokens=24)]
+    assert cluster.smartgen_state("prefill")["fallbacks"]["prefill store full"] == before + 1
+    assert together == alone
+
+
+@stock_prefill
+def test_stock_peer_falls_back(cluster: Cluster, prompts: list[list[int]]) -> None:
+    """A P without SmartGen sends everything; D selects all the same."""
+    ask(cluster.url, prompts[4], 16, rid="stock-peer")
+    record = finished(cluster, "stock-peer")
+    assert record["fallback"] == "full transfer"
+    assert record["local_share_at_start"] == 1
+    assert record["entries_selected"] > 0
+    state = cluster.smartgen_state("decode")
+    assert state["quarantined_rooms"] == 0
+
+
+@hata
+def test_hooks_fired(cluster: Cluster, prompts: list[list[int]]) -> None:
+    ask(cluster.url, prompts[1], 4)
+    for role in ("prefill", "decode"):
+        fired = cluster.smartgen_state(role)["hooks_fired"]
+        expected = expected_hooks(role)
+        assert expected and expected <= set(fired), expected - set(fired)
+
+
+def expected_hooks(role: str) -> set[str]:
+    """Targets of the table that serve this role."""
+    from sglang_smartgen.plugin import HOOKS
+
+    return {hook.target for hook in HOOKS if role in hook.roles}

@@ -1,0 +1,165 @@
+"""Every message survives the wire, and nothing else on it is more than a MessageError."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from sglang_smartgen.transfer.messages import (
+    TAG,
+    VERSION,
+    Endpoint,
+    Fetch,
+    FetchDone,
+    FetchItem,
+    Hello,
+    Message,
+    MessageError,
+    OpenRoom,
+    Registration,
+    Release,
+    Released,
+    Started,
+    from_frames,
+    pack,
+    to_frames,
+    unpack,
+)
+
+number = st.integers(-(2**63), 2**63 - 1)
+address = st.integers(0, 2**64 - 1)  # a Mooncake address may be above 2**63
+text = st.text(max_size=12)
+endpoint = st.builds(Endpoint, text, st.integers(0, 65535))
+item = st.builds(FetchItem, number, number, address, st.lists(st.binary(max_size=16), max_size=4))
+
+BY_TYPE = {
+    Registration: st.builds(
+        Registration,
+        version=number,
+        session=text,
+        fingerprint=text,
+        layers=number,
+        kv_row_bytes=number,
+        mask=address,
+        mask_rows=number,
+        mask_width=number,
+        metadata=st.lists(address, max_size=4),
+        metadata_row_bytes=number,
+        arena=address,
+        arena_bytes=number,
+        scratch=address,
+        tp_size=number,
+    ),
+    OpenRoom: st.builds(
+        OpenRoom,
+        version=number,
+        room=number,
+        generation=number,
+        row=number,
+        prompt_len=number,
+        blocks_per_layer=number,
+        proactive_blocks=number,
+        order=text,
+        metadata=st.booleans(),
+        keep=st.booleans(),
+    ),
+    Hello: st.builds(Hello, text, st.integers(0, 65535)),
+    Started: st.builds(Started, number, number, number, number),
+    Fetch: st.builds(Fetch, number, text, endpoint, number, st.lists(item, max_size=3)),
+    FetchDone: st.builds(FetchDone, number, st.lists(st.tuples(number, text), max_size=3)),
+    Release: st.builds(Release, number, number, text, endpoint),
+    Released: st.builds(Released, number, number),
+}
+messages = st.one_of(list(BY_TYPE.values()))
+quick = settings(deadline=None, max_examples=30)
+
+FETCH = Fetch(3, "d:1", Endpoint("d", 9), 5, [FetchItem(7, 1, 64, [b"\1\0\0\0", b""])])
+
+
+def test_every_kind_of_message_is_generated_here() -> None:
+    assert set(BY_TYPE) == set(Message.__args__)
+
+
+@pytest.mark.parametrize("kind", BY_TYPE, ids=lambda kind: kind.__name__)
+@quick
+@given(data=st.data())
+def test_round_trip(kind: type, data: st.DataObject) -> None:
+    message = data.draw(BY_TYPE[kind])
+    assert unpack(pack(message)) == message
+    back = from_frames(to_frames(message))
+    assert back == message and type(back) is kind
+
+
+def test_the_version_is_a_frame_of_its_own_and_another_one_is_refused() -> None:
+    frames = to_frames(FETCH)
+    assert frames[0] == TAG and len(frames) == 3
+    for other in (str(VERSION + 1).encode(), b"", b"0" + frames[1], b"\xff" * 100):
+        with pytest.raises(MessageError, match="protocol version") as caught:
+            from_frames([TAG, other, frames[2]])
+        assert str(caught.value).endswith(f"this side speaks {VERSION}")
+        assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 4])
+def test_a_wrong_number_of_frames_is_refused(count: int) -> None:
+    frames = [*to_frames(FETCH), b""][:count]
+    with pytest.raises(MessageError, match=f"{count} frames"):
+        from_frames(frames)
+
+
+def test_frames_of_somebody_else_are_refused() -> None:
+    with pytest.raises(MessageError):
+        from_frames([b"SMARTGEM", *to_frames(FETCH)[1:]])
+
+
+@quick
+@given(messages)
+def test_every_truncation_is_refused(message: Message) -> None:
+    payload = pack(message)
+    for stop in range(len(payload)):
+        with pytest.raises(MessageError):
+            unpack(payload[:stop])
+    with pytest.raises(MessageError):
+        unpack(payload + b"\0")
+
+
+def survives(payload: bytes) -> None:
+    """What is not an error is a message; any other exception fails the test."""
+    try:
+        assert type(unpack(payload)) in BY_TYPE
+    except MessageError as error:
+        assert f"{len(payload)} bytes" in str(error)
+
+
+@quick
+@given(st.binary(max_size=200))
+@example(b"\x91" * 20_000)
+def test_random_bytes(payload: bytes) -> None:
+    survives(payload)
+
+
+@quick
+@given(messages, st.data())
+def test_a_damaged_byte(message: Message, data: st.DataObject) -> None:
+    payload = bytearray(pack(message))
+    at = data.draw(st.integers(0, len(payload) - 1))
+    payload[at] = data.draw(st.integers(0, 255))
+    survives(bytes(payload))
+
+
+def test_text_that_is_not_utf8() -> None:
+    payload = pack(Hello("abc", 1)).replace(b"abc", b"\xff\xff\xff")
+    with pytest.raises(MessageError):
+        unpack(payload)
+
+
+def test_deep_nesting_in_an_unknown_field() -> None:
+    payload = b"\x82\xa4type\xa5hello\xa1x" + b"\x91" * 200_000 + b"\xc0"
+    with pytest.raises(MessageError):
+        unpack(payload)
+
+
+def test_a_message_of_an_unknown_kind() -> None:
+    with pytest.raises(MessageError, match="bytes"):
+        unpack(pack(Hello("abc", 1)).replace(b"hello", b"hullo"))
