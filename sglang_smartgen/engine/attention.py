@@ -28,7 +28,6 @@ class SmartGenAttnBackend(TorchNativeAttnBackend):
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
-        runtime.remember_model(model_runner)
         self._lanes: Lanes | None = None
 
     def forward_decode(

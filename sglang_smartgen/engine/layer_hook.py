@@ -22,10 +22,8 @@ def wrap_backend_factories() -> None:
 
 def _with_callback(factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def build(runner: Any) -> Any:
-        backend = factory(runner)
-        if runner.is_draft_worker:
-            return backend
         runtime.remember_model(runner)
+        backend = factory(runner)
         original = backend.forward_extend
 
         def forward_extend(

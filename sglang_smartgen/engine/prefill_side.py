@@ -32,6 +32,8 @@ from sglang_smartgen.transfer.transport import Transport
 logger = logging.getLogger(__name__)
 
 PUSH_TIMEOUT_S = 120.0
+STORE_TTL_S = 1800
+"""Age after which an entry may make room: D releases its rooms, so it must have died."""
 FENCE_SLICE_S = 0.25
 """How long one Release may try to fence; D asks again every second, and fetches must not wait."""
 
@@ -148,6 +150,8 @@ class PrefillSide:
         if prompt_len != message.prompt_len:
             return self._fall_back(room, "prompt lengths differ")
         entry = self.store.open(room, message.generation, prompt_len)
+        if entry is None and self._drop_forgotten():
+            entry = self.store.open(room, message.generation, prompt_len)
         if entry is None:
             return self._fall_back(room, "prefill store full")
         for _ in ("scheduler", "push thread"):
@@ -173,6 +177,14 @@ class PrefillSide:
         )
         self._rooms[room] = _Room(push)
         return True
+
+    def _drop_forgotten(self) -> bool:
+        """Drop entries that no living decode node can still want; True when there were any."""
+        old = self.store.older_than(STORE_TTL_S)
+        for room, generation in old:
+            logger.warning("room %s: dropped from the prefill store after %d s", room, STORE_TTL_S)
+            self.store.drop(room, generation)
+        return bool(old)
 
     def _fall_back(self, room: int, reason: str) -> bool:
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
@@ -211,20 +223,27 @@ class PrefillSide:
 
     def finish(self, room: int, slots: Tensor) -> None:
         """The whole prompt is in the pool at `slots` [prompt_len]: SGLang's last send."""
-        state = self._rooms[room]
-        if state.scheduler_holds:
-            # Layers whose hook did not fire (there should be none) are swept up here.
-            for layer in range(self.facts.geometry.layers):
-                self._capture(state, layer, slots)
-        self.let_go(room)
+        state = self._rooms.get(room)
+        if state is None or not state.scheduler_holds:
+            return
+        # Layers whose hook did not fire (there should be none) are swept up here.
+        for layer in range(self.facts.geometry.layers):
+            self._capture(state, layer, slots)
         self._finish(state)
+        self.let_go(room)
 
     def let_go(self, room: int) -> None:
         """The scheduler will not fill this room's entry any more (sent, aborted or cleared)."""
         state = self._rooms.get(room)
         if state is not None and state.scheduler_holds:
-            state.scheduler_holds = False
             self.store.release(state.push.entry)
+            with self._lock:
+                state.scheduler_holds = False
+                self._forget_if_over(state)
+
+    def _forget_if_over(self, state: _Room) -> None:
+        if state.ended.is_set() and not state.scheduler_holds:
+            del self._rooms[state.push.entry.room]
 
     # Any thread -----------------------------------------------------------------------------
 
@@ -259,8 +278,9 @@ class PrefillSide:
             if not (complete and push.keep and self._outcome.live(room)):
                 self.store.drop(room, push.entry.generation)
             self.store.release(push.entry)
-            del self._rooms[room]
-            state.ended.set()
+            with self._lock:
+                state.ended.set()
+                self._forget_if_over(state)
 
     # Fetch thread ---------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ none of them is handed the others. This module is the one place where they find 
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -58,9 +59,14 @@ def config() -> SmartGenConfig:
 def remember_model(runner: Any) -> None:
     """Read the facts of a model runner; called by the attention backend's factory.
 
-    Raises ConfigError with one sentence for a model that SmartGen cannot serve.
+    A model that SmartGen cannot serve is said in one sentence and raises ConfigError, with which
+    SGLang ends the server.
     """
-    _state.facts = _read_model(runner)
+    try:
+        _state.facts = _read_model(runner)
+    except ConfigError as error:
+        print(f"SmartGen: {error}", file=sys.stderr, flush=True)
+        raise
 
 
 def facts() -> ModelFacts:

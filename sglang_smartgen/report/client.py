@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -116,7 +116,7 @@ class Client:
             answer.token_times = []
         return answer
 
-    def _events(self, request: dict[str, Any]) -> Iterator[Event]:
+    def _events(self, request: dict[str, Any]) -> Generator[Event, None, None]:
         """Answers as they come, each with its time; a broken connection is one with `error`."""
         import requests
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TextIO
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
@@ -101,7 +102,7 @@ class TerminalView(_Progress):
 
     @contextlib.contextmanager
     def answering(self, mode: str) -> Iterator[OnText]:
-        self._out.print(f"\n[bold]{mode}[/bold] ", end="")
+        self._out.print(f"\n[bold]{mode}[/bold]: ", end="")
 
         def on_text(text: str) -> None:
             self._out.print(text, end="", markup=False, highlight=False, soft_wrap=True)
@@ -121,17 +122,19 @@ class TerminalView(_Progress):
 
 
 def table(report: dict[str, Any]) -> Table:
-    """The modes of a report side by side."""
-    result = Table(title=f"{report['model']}, {report['prompt_tokens']:,} prompt tokens")
+    """The modes of a report side by side, in 80 columns."""
+    title = f"{report['model']}, {report['prompt_tokens']:,} prompt tokens"
+    result = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     result.add_column("mode")
-    for name in ("TTFT", "TTST", "TBT", "pushed", "metadata", "fetched", "speculative", "local"):
+    for name in ("TTFT\ns", "TTST\ns", "TBT\ns", "pushed\nMB", "metadata\nMB", "fetched\nMB"):
         result.add_column(name, justify="right")
+    result.add_column("specu-\nlative MB", justify="right")
+    result.add_column("local at\nstart", justify="right")
     for mode, row in report["modes"].items():
         star = "*" if mode == "stock" else ""
         result.add_row(
             mode,
-            *(seconds(row[key]) for key in ("ttft_s", "ttst_s")),
-            seconds(row["tbt_s"], 3),
+            *(seconds(row[key]) for key in ("ttft_s", "ttst_s", "tbt_s")),
             megabytes(row["bytes_proactive"]) + star,
             *(
                 megabytes(row[key])
@@ -142,11 +145,11 @@ def table(report: dict[str, Any]) -> Table:
     return result
 
 
-def seconds(value: float | None, digits: int = 2) -> str:
-    """Seconds for people; a dash where there is no value (an answer of one token has no TTST)."""
-    return "-" if value is None else f"{value:.{digits}f} s"
+def seconds(value: float | None) -> str:
+    """Seconds for people; a dash where there is no value (an answer of two tokens has no TBT)."""
+    return "-" if value is None else f"{value:.3f}"
 
 
 def megabytes(value: int) -> str:
     """Bytes in millions."""
-    return f"{value / 1e6:.1f} MB"
+    return f"{value / 1e6:.1f}"

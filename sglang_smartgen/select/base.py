@@ -63,18 +63,10 @@ class Selector(ABC):
         """Encode `keys` [T, Hkv, D], post-RoPE as the pool stores them, to [T, Hkv, width].
 
         `anchor` is the keys of the first `anchor_tokens` tokens of the same prompt and layer (all
-        of them on a shorter prompt), or what `condense` made of them; None if `anchor_tokens` is
-        0. The metadata of a token does not depend on the tokens encoded with it, bit for bit.
+        of them on a shorter prompt); None if `anchor_tokens` is 0. The metadata of a token does
+        not depend on the tokens encoded with it, bit for bit.
         Raises ValueError for shapes that do not fit.
         """
-
-    def condense(self, anchor: Tensor) -> Tensor:
-        """Return a smaller tensor that `encode` accepts as `anchor` with the same result.
-
-        Whoever lacks the anchor's keys (a decode node that encodes the tokens it generates) gets
-        this instead. [A, Hkv, D] to [A', Hkv, D], A' <= A.
-        """
-        return anchor
 
     @abstractmethod
     def score(self, layer: int, query: Tensor, metadata: Tensor) -> Tensor:

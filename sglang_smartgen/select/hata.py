@@ -55,24 +55,13 @@ class HataSelector(Selector):
         """Return name, version, anchor rule and a digest of the hash matrices."""
         return f"hata:1:{self.bits}:{self.anchor_tokens}:{SINK_TOKENS}:{self._digest}"
 
-    def condense(self, anchor: Tensor) -> Tensor:
-        """Return the centre, float32 [1, Hkv, D]: the mean key after the attention sinks.
-
-        A prompt with no more tokens than sinks uses the mean of them all. Summed in float64, so
-        that the rounded result does not depend on the order of the sum.
-        """
-        if anchor.shape[0] == 1:  # condensed before, or a prompt of one token
-            return anchor.float()
-        tail = anchor[SINK_TOKENS:] if anchor.shape[0] > SINK_TOKENS else anchor
-        return tail.double().mean(0, keepdim=True).float()
-
     def encode(self, layer: int, keys: Tensor, anchor: Tensor | None) -> Tensor:
         """Return int32 [T, Hkv, bits / 32 + 1]: the code of `key - centre`, then its norm."""
         self._check_keys(layer, keys)
         if anchor is None or anchor.shape[1:] != keys.shape[1:] or not anchor.shape[0]:
             given = None if anchor is None else list(anchor.shape)
             raise ValueError(f"anchor is {given}; it must be [A, {keys.shape[1]}, {keys.shape[2]}]")
-        x, unit = quantise(keys.float() - self.condense(anchor))
+        x, unit = quantise(keys.float() - self._centre(anchor))
         out = keys.new_empty((*keys.shape[:2], self.metadata_width), dtype=torch.int32)
         out[..., :-1] = self._code(layer, x.transpose(0, 1)).transpose(0, 1)
         # At most 512 * 255**2 < 2**26: exact in float64, whatever the order.
@@ -84,6 +73,15 @@ class HataSelector(Selector):
         """Return `norm_n * sum_g (1 - 2 * hamming(q_g, k_n) / bits)`, float32 [Hkv, N]."""
         self._check_score(layer, query, metadata)
         return hash_score(self._code(layer, quantise(query.float())[0]), metadata, self.bits)
+
+    def _centre(self, anchor: Tensor) -> Tensor:
+        """Return the centre, float32 [1, Hkv, D]: the mean key after the attention sinks.
+
+        A prompt with no more tokens than sinks uses the mean of them all. Summed in float64, so
+        that the rounded result does not depend on the order of the sum.
+        """
+        tail = anchor[SINK_TOKENS:] if anchor.shape[0] > SINK_TOKENS else anchor
+        return tail.double().mean(0, keepdim=True).float()
 
     def _code(self, layer: int, x: Tensor) -> Tensor:
         """Hash quantised vectors, [Hkv, T, D] to int32 [Hkv, T, bits / 32]; zero gives bit 0."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from e2e_cpu.compare import EVERYTHING, ask, ask_together, finished
 
+from sglang_smartgen.report.client import Client
 from sglang_smartgen.report.cluster import Cluster
 
 LAYERS, BLOCKS = 30, 1024
@@ -18,7 +19,9 @@ SHARES = {"full": 1.0, "half": 1 / 2, "dense": 2 / LAYERS}
 hata = pytest.mark.pair(config={"selector": "hata", "store_gb": 0.08})
 exact = pytest.mark.pair(config=EVERYTHING)
 SELECTORS = [pytest.param("exact", marks=exact), pytest.param("hata", marks=hata)]
-stock_prefill = pytest.mark.pair(config=None, decode_config={"selector": "hata"})
+stock_prefill = pytest.mark.pair(
+    config=None, decode_config={"selector": "hata"}, max_total_tokens=1400
+)
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
@@ -82,6 +85,14 @@ def test_stock_peer_falls_back(cluster: Cluster, prompts: list[list[int]]) -> No
     assert record["entries_selected"] > 0
     state = cluster.smartgen_state("decode")
     assert state["quarantined_rooms"] == 0
+
+
+@stock_prefill
+def test_prompt_longer_than_the_pool(cluster: Cluster, prompts: list[list[int]]) -> None:
+    answer = Client(cluster.url).generate(prompts[7], max_new_tokens=8)
+    assert answer.error is not None
+    print(answer.error)
+    assert "1500 tokens" in answer.error
 
 
 @hata

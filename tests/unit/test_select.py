@@ -66,15 +66,6 @@ def test_hata_codes_do_not_depend_on_the_chunks(dtype: torch.dtype) -> None:
     assert torch.equal(selector.encode(1, strided, anchor), whole)
 
 
-@pytest.mark.parametrize("tokens", [1, SINK_TOKENS, SINK_TOKENS + 1, 128])
-def test_hata_condensed_anchor_encodes_the_same(tokens: int) -> None:
-    selector, keys = HataSelector(SHAPE), keys_of(200)
-    anchor = keys[:tokens]
-    condensed = selector.condense(anchor)
-    assert condensed.shape == (1, 2, 64)
-    assert torch.equal(selector.encode(0, keys, condensed), selector.encode(0, keys, anchor))
-
-
 def test_hata_score_follows_the_formula() -> None:
     selector, keys, query = HataSelector(SHAPE), keys_of(300), query_of()
     anchor = keys[:128]

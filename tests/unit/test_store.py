@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ class RangeMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_overlaps_and_used_is_what_is_out(self) -> None:
         pairs = self.padded()
-        assert all(a[1] <= b[0] for a, b in zip(pairs, pairs[1:], strict=False))
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(pairs))
         assert all(s % ALIGNMENT == 0 and s >= 0 and stop <= CAPACITY for s, stop in pairs)
         assert self.ranges.used == sum(stop - start for start, stop in pairs)
 
