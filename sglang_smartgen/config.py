@@ -73,7 +73,7 @@ class SmartGenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             return total
         if self.mode == "partial":
             return 2 * self.blocks_per_layer
-        return total // 4 if self.proactive_blocks is None else self.proactive_blocks
+        return total // 4 if self.proactive_blocks is None else min(self.proactive_blocks, total)
 
     def for_request(self, overrides: object) -> SmartGenConfig:
         """This configuration with one request's `mode`, `ratio` and `proactive_blocks`.
@@ -104,11 +104,12 @@ def load_config(source: str) -> SmartGenConfig:
         path = Path(text)
         try:
             text = path.read_text()
-        except OSError as error:
-            raise ConfigError(f"smartgen config file {path}: {error.strerror}") from None
+        except (OSError, ValueError) as error:
+            cause = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"smartgen config file {path}: {cause}") from None
     try:
         value = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, ValueError) as error:
         raise ConfigError(f"smartgen config is not valid JSON: {error}") from None
     return _convert(value)
 

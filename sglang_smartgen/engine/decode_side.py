@@ -44,6 +44,7 @@ from sglang_smartgen.transfer.transport import Transport
 logger = logging.getLogger(__name__)
 
 QUARANTINE_LIMIT_S = 60.0
+HELLO_LIMIT_S = 5.0
 FINISHED_KEPT = 256
 
 
@@ -84,6 +85,7 @@ class DecodeSide:
         self._rooms: dict[int, DecodeRoom] = {}
         self._by_row: dict[int, DecodeRoom] = {}
         self._smart_peers: set[Endpoint] = set()
+        self._first_seen: dict[Endpoint, float] = {}
         self._died: dict[str, float] = {}
         self.finished: deque[dict[str, Any]] = deque(maxlen=FINISHED_KEPT)
         self.rank = rank
@@ -161,6 +163,7 @@ class DecodeSide:
         self.counters["rooms"] += 1
         if peer is None:
             return None
+        self._first_seen.setdefault(peer, time.monotonic())
         return OpenRoom(
             version=VERSION,
             room=room,
@@ -230,22 +233,26 @@ class DecodeSide:
         """SGLang's heartbeat gave a P up: nothing it started can land any more."""
         self._died[bootstrap_addr] = time.monotonic()
 
-    def release(self, room: int, free: Callable[[], None]) -> None:
-        """The request is over; run `free` (slots and row) once P can no longer write to them."""
+    def release(self, room: int, finish: str, free: Callable[[], None]) -> None:
+        """The request is over; run `free` (slots and row) once P can no longer write to them.
+
+        finish: SGLang's finish reason (`stop`, `length`, `abort`) or `retracted`, for the record.
+        """
         state = self._rooms.pop(room, None)
         if state is None:
             free()
             return
-        self._finish(state)
-        if state.peer is None or state.peer not in self._smart_peers:
+        self._record(state, finish)
+        peer = state.peer
+        if peer is None or self._is_stock(peer):
             self._free(state, free)
             return
-        peer = state.peer
         message = Release(room, state.generation, self._session, self._reply)
 
         def resend() -> None:
             try:
-                self._send(peer, message)
+                if peer in self._smart_peers:
+                    self._send(peer, message)
             except Exception as error:
                 logger.debug("release of room %s: %s", room, error)
 
@@ -254,8 +261,18 @@ class DecodeSide:
             state.generation,
             free=lambda: self._free(state, free),
             resend=resend,
-            peer_is_dead=lambda: self._died.get(state.bootstrap_addr, 0.0) > state.opened,
+            cannot_write=lambda: (
+                self._died.get(state.bootstrap_addr, 0.0) > state.opened or self._is_stock(peer)
+            ),
         )
+
+    def _is_stock(self, peer: Endpoint) -> bool:
+        """True when a P has had time to say Hello and has not: it never writes for SmartGen.
+
+        It must not be sent our messages either: SGLang's bootstrap thread dies of an unknown one.
+        """
+        late = time.monotonic() - self._first_seen[peer] > HELLO_LIMIT_S
+        return late and peer not in self._smart_peers
 
     def _free(self, state: DecodeRoom, free: Callable[[], None]) -> None:
         self.arena.settled(state.room, state.generation)
@@ -263,11 +280,11 @@ class DecodeSide:
             del self._by_row[state.row]
         free()
 
-    def _finish(self, state: DecodeRoom) -> None:
+    def _record(self, state: DecodeRoom, finish: str) -> None:
         if state.failure is not None:
             self.counters["failures"] += 1
         record = msgspec.to_builtins(state.stats)
-        record["failure"] = state.failure
+        record |= {"finish": finish, "failure": state.failure}
         self.finished.append(record)
 
     def drain(self) -> None:

@@ -37,7 +37,8 @@ class HookError(RuntimeError):
 
 
 fired: Counter[str] = Counter()
-_installed: list[Hook] = []
+_installed: list[tuple[Hook, Any]] = []
+"""Hooks with the object that each target was before it; many are decorated in SGLang already."""
 
 
 def problems(hooks: Sequence[Hook]) -> list[str]:
@@ -65,26 +66,22 @@ def install(hooks: Sequence[Hook]) -> None:
     if found := problems(hooks):
         raise HookError("SmartGen refuses to start: " + "; ".join(found))
     for hook in hooks:
+        _installed.append((hook, pkgutil.resolve_name(hook.target)))
         HookRegistry.register(hook.target, _counted(hook), HookType(hook.kind))
-        _installed.append(hook)
 
 
 def verify(role: str) -> None:
-    """Raises HookError unless every hook of this role wraps its target now."""
+    """Raises HookError unless every target of this role has changed since `install`."""
     missing = [
         hook.target
-        for hook in _installed
-        if role in hook.roles and not _is_wrapped(pkgutil.resolve_name(hook.target))
+        for hook, before in _installed
+        if role in hook.roles and pkgutil.resolve_name(hook.target) is before
     ]
     if missing or not _installed:
         raise HookError(
             "SmartGen refuses to start: SGLang did not apply the hooks on "
             + (", ".join(missing) or "any target")
         )
-
-
-def _is_wrapped(target: Any) -> bool:
-    return hasattr(target, "__wrapped__")
 
 
 def _counted(hook: Hook) -> Callable[..., Any]:

@@ -38,6 +38,10 @@ class Wanted(msgspec.Struct):
     arena_offset: int = 0
 
 
+Gathered = tuple[Wanted, Tensor, Tensor]
+"""A request with its K and V, [kv_heads, k, head_dim] in the order of its positions."""
+
+
 class Lanes:
     """Gathers K and V of wanted entries from the pool and, where needed, from P."""
 
@@ -45,21 +49,29 @@ class Lanes:
         self._side = side
         self._geometry = side.facts.geometry
 
-    def gather(self, layer: int, wanted: list[Wanted]) -> Iterator[tuple[Wanted, Tensor, Tensor]]:
+    def gather(self, layer: int, wanted: list[Wanted]) -> Iterator[Gathered]:
         """Each request with its K and V, [kv_heads, k, head_dim] in the order of its positions.
 
         A room whose fetch failed is marked failed and yields zeros; the scheduler ends its request.
         """
         remote = [want for want in wanted if self._split(layer, want)]
-        slab, ticket = self._ask(layer, remote) if remote else (None, None)
-        serial = [w for w in remote if w.room.config.mode == "partial"]
-        if slab is not None and ticket is not None and serial:
+        asked = self._ask(layer, remote) if remote else None
+        if asked is None:
+            yield from self._local_lane(layer, wanted)
+            return
+        slab, ticket = asked
+        if any(want.room.config.mode == "partial" for want in remote):
             # The paper's baseline has no parallel lanes: the fetch first, then the local gather.
             self._side.lane.wait(ticket)
-        gathered = [(want, *self._local(layer, want)) for want in wanted]
-        if slab is not None and ticket is not None:
-            self._receive(layer, remote, slab, ticket, gathered)
+        gathered = list(self._local_lane(layer, wanted))
+        failures = self._side.lane.wait(ticket)
+        self._place_all(layer, remote, gathered, failures)
+        self._return_slab(slab, remote, failures)
         yield from gathered
+
+    def _local_lane(self, layer: int, wanted: list[Wanted]) -> Iterator[Gathered]:
+        for want in wanted:
+            yield want, *self._local(layer, want)
 
     def _split(self, layer: int, want: Wanted) -> bool:
         """Split by Algorithm 1; True when something must be fetched."""
@@ -77,12 +89,13 @@ class Lanes:
         want.split = split
         return room.failure is None
 
-    def _ask(self, layer: int, remote: list[Wanted]) -> tuple[Slab | None, Ticket | None]:
+    def _ask(self, layer: int, remote: list[Wanted]) -> tuple[Slab, Ticket] | None:
+        """Ask each P for what is remote; None, and the rooms failed, when no slab is safe."""
         slab = self._side.arena.take()
         if slab is None:
             for want in remote:
                 want.room.fail("every arena slab is in quarantine after failed fetches")
-            return None, None
+            return None
         asks: list[Ask] = []
         offset = slab.offset
         for want in remote:
@@ -117,16 +130,10 @@ class Lanes:
             values.view(shape)[gone] = 0
         return keys.view(shape), values.view(shape)
 
-    def _receive(
-        self,
-        layer: int,
-        remote: list[Wanted],
-        slab: Slab,
-        ticket: Ticket,
-        gathered: list[tuple[Wanted, Tensor, Tensor]],
+    def _place_all(
+        self, layer: int, remote: list[Wanted], gathered: list[Gathered], failures: dict[int, str]
     ) -> None:
-        """Wait for the remote lane and put its rows at their place and into the pool."""
-        failures = self._side.lane.wait(ticket)
+        """Put what arrived at its place and into the pool; zeros for a room whose fetch failed."""
         by_index = {want.index: (keys, values) for want, keys, values in gathered}
         for want in remote:
             keys, values = by_index[want.index]
@@ -136,8 +143,10 @@ class Lanes:
                 values.zero_()
             else:
                 self._place(layer, want, keys, values)
+
+    def _return_slab(self, slab: Slab, remote: list[Wanted], failures: dict[int, str]) -> None:
         if failures:
-            failed = {(w.room.room, w.room.generation) for w in remote if w.room.failure}
+            failed = {(w.room.room, w.room.generation) for w in remote if w.room.room in failures}
             self._side.arena.quarantine(slab, failed)
         else:
             self._side.arena.give_back(slab)

@@ -118,10 +118,14 @@ class SmartGenKVManager(MooncakeKVManager):
                 raise MessageError(f"{type(message).__name__} is not for a prefill node")
             self.prefill.submit(message)
             return True
-        if frames[0] == b"None" and len(frames) > REGISTRATION_FRAMES:
-            self._add_peer(frames)
-        elif frames[0].isdigit() and len(frames) > METADATA_FRAMES:
-            self._announce(frames)
+        try:
+            if frames[0] == b"None" and len(frames) > REGISTRATION_FRAMES:
+                self._add_peer(frames)
+            elif frames[0].isdigit() and len(frames) > METADATA_FRAMES:
+                self._announce(frames)
+        except MessageError as error:
+            # SGLang's own part of the message still counts: the request gets a full transfer.
+            logger.warning("SmartGen: ignored the extra frame of a message: %s", error)
         return False
 
     def _add_peer(self, frames: list[bytes]) -> None:
@@ -187,19 +191,23 @@ class SmartGenKVManager(MooncakeKVManager):
         """End of a room's pushes: aux data and Success to D, or the failure with its cause."""
         room = push.entry.room
         aux_index = self.aux_indices.pop(room, None)
-        if push.failure is None and self.live(room):
-            push.failure = self._conclude(push, aux_index)
         if push.failure is not None:
+            # Late bytes may still land: SGLang must not acknowledge an abort of this room.
             self._poison_unsettled_send(room)
-            self.conclude_failure(
-                bootstrap_room=room,
-                failure_reason=f"room {room}, prefill rank {self.attn_tp_rank}: {push.failure}",
-            )
+        elif self.live(room):
+            push.failure = push.ended_early or self._conclude(push, aux_index)
+        if push.failure is not None:
+            self.fail(room, push.failure)
         self._staging_outstanding[room] -= 1
         if self.enable_deferred_decode_kv_release:
             self._maybe_ack_drained_abort(room)
         if self._staging_outstanding.get(room, 0) <= 0:
             self._staging_outstanding.pop(room, None)
+
+    def fail(self, room: int, cause: str) -> None:
+        """End the room on both sides with room, rank and cause."""
+        reason = f"room {room}, prefill rank {self.attn_tp_rank}: {cause}"
+        self.conclude_failure(bootstrap_room=room, failure_reason=reason)
 
     def _conclude(self, push: PushRoom, aux_index: int | None) -> str | None:
         """Send aux data, Started and Success, in this order; a sentence when it cannot."""
@@ -207,6 +215,8 @@ class SmartGenKVManager(MooncakeKVManager):
         info = self.transfer_infos.get(room, {}).get(session)
         if info is None:
             return "the request was cleared while its blocks were pushed"
+        if min(push.entry.captured) < push.entry.prompt_len:
+            return "a layer did not report its KV"
         if self.send_aux(info, aux_index, self.decode_kv_args_table[session].dst_aux_ptrs) != 0:
             return f"aux data did not reach {session}"
         self.send_control(

@@ -44,6 +44,9 @@ class Outcome(Protocol):
     def live(self, room: int) -> bool:
         """False once the room has failed or was aborted."""
 
+    def fail(self, room: int, cause: str) -> None:
+        """End a room that has not begun to push."""
+
     def pushed(self, room: PushRoom) -> None:
         """The planned blocks are on D, or `room.failure` says why not (push thread)."""
 
@@ -250,9 +253,15 @@ class PrefillSide:
     def cancel(self, room: int, generation: int | None = None) -> None:
         """End a room early: what is queued is skipped, what is under way is waited for."""
         with self._lock:
-            self._announced.pop(room, None)
+            announced = self._announced.pop(room, None)
+        if announced is not None:
+            # Not a stock transfer either: D has given the slots up.
+            self._outcome.fail(room, "decode gave the request up before its prefill")
         state = self._rooms.get(room)
         if state is not None and generation in (None, state.push.entry.generation):
+            with self._lock:
+                if not state.finishing:
+                    state.push.ended_early = "the request ended before its prefill did"
             self._finish(state)
 
     def _finish(self, state: _Room) -> None:
@@ -271,11 +280,10 @@ class PrefillSide:
         self.bytes_metadata += push.metadata_bytes
         if push.failure is not None:
             self._doubt(room, push.entry.generation)
-        complete = push.failure is None and self._outcome.live(room)
         try:
             self._outcome.pushed(push)
         finally:
-            if not (complete and push.keep and self._outcome.live(room)):
+            if push.failure or push.ended_early or not push.keep or not self._outcome.live(room):
                 self.store.drop(room, push.entry.generation)
             self.store.release(push.entry)
             with self._lock:

@@ -64,18 +64,21 @@ def _check_decode(view: Any) -> None:
             f"{view.disaggregation_decode_retraction_backup}; SmartGen allows none, since partial "
             "KV cannot be backed up"
         )
-    if view.attention_backend not in (None, "torch_native", BACKEND):
-        raise ConfigError(
-            f"--attention-backend is {view.attention_backend}; a SmartGen decode node allows "
-            f"{BACKEND} (or leave it out)"
-        )
+    for name in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
+        value = getattr(view, name)
+        if value not in (None, "torch_native", BACKEND):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {value}; a SmartGen decode node allows {BACKEND} "
+                "(or leave it out)"
+            )
 
 
 def declare_options(view: Any) -> dict[str, object]:
     """Options that SmartGen sets itself, by name."""
     declared: dict[str, object] = {"disable_overlap_schedule": True, "page_size": 1}
     if view.disaggregation_mode == "decode":
-        declared["attention_backend"] = BACKEND
+        for name in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
+            declared[name] = BACKEND
         # A captured graph would freeze selection and fetch, which run on the host.
         declared["disable_decode_cuda_graph"] = True
         declared["disaggregation_decode_retraction_backup"] = "none"

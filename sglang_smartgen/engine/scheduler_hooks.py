@@ -98,7 +98,8 @@ def release_kv_cache(
     if decode is None or decode.room(room) is None or not req.kv.holds_kv:
         original(req, tree_cache, checkpoint=checkpoint)
         return
-    decode.release(room, lambda: original(req, tree_cache, checkpoint=checkpoint))
+    finish = req.finished_reason.to_json()["type"] if req.finished() else "retracted"
+    decode.release(room, finish, lambda: original(req, tree_cache, checkpoint=checkpoint))
     if not req.finished():
         # Retraction reuses the request object at once, so this one release cannot be put off.
         deadline = time.monotonic() + decode.config.fetch_timeout_s

@@ -61,6 +61,8 @@ class SmartGenKVSender(MooncakeKVSender):
         """Stock clean-up; a room that never finished ends here, one that did stays in the store."""
         failed = self.kv_mgr.request_status.get(self.bootstrap_room) != KVPoll.Success
         super().clear()
+        if self._smart:
+            self.kv_mgr.prefill.let_go(self.bootstrap_room)
         if failed:
             self._end()
 

@@ -125,8 +125,8 @@ def table(report: dict[str, Any]) -> Table:
     """The modes of a report side by side, in 80 columns."""
     title = f"{report['model']}, {report['prompt_tokens']:,} prompt tokens"
     result = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    result.add_column("mode")
-    for name in ("TTFT\ns", "TTST\ns", "TBT\ns", "pushed\nMB", "metadata\nMB", "fetched\nMB"):
+    result.add_column("mode", no_wrap=True)
+    for name in ("TTFT\ns", "TTST\ns", "TBT\ns", "pushed\nMB", "meta-\ndata MB", "fetched\nMB"):
         result.add_column(name, justify="right")
     result.add_column("specu-\nlative MB", justify="right")
     result.add_column("local at\nstart", justify="right")
@@ -134,7 +134,8 @@ def table(report: dict[str, Any]) -> Table:
         star = "*" if mode == "stock" else ""
         result.add_row(
             mode,
-            *(seconds(row[key]) for key in ("ttft_s", "ttst_s", "tbt_s")),
+            *(seconds(row[key]) for key in ("ttft_s", "ttst_s")),
+            seconds(row["tbt_s"], 3),
             megabytes(row["bytes_proactive"]) + star,
             *(
                 megabytes(row[key])
@@ -145,9 +146,9 @@ def table(report: dict[str, Any]) -> Table:
     return result
 
 
-def seconds(value: float | None) -> str:
+def seconds(value: float | None, digits: int = 2) -> str:
     """Seconds for people; a dash where there is no value (an answer of two tokens has no TBT)."""
-    return "-" if value is None else f"{value:.3f}"
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def megabytes(value: int) -> str:

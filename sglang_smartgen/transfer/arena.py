@@ -52,7 +52,7 @@ class Arena:
     def quarantine(self, slab: Slab, rooms: set[tuple[int, int]]) -> None:
         """Keep the slab until `settled` was called for every (room, generation) in `rooms`."""
         slab.waits_for = set(rooms)
-        self._resting.append(slab)
+        (self._resting if rooms else self._free).append(slab)
 
     def settled(self, room: int, generation: int) -> None:
         """No write for this generation can land any more."""

@@ -77,7 +77,7 @@ class FetchServer:
         while (message := self._inbox.get()) is not None:
             try:
                 if isinstance(message, Fetch):
-                    self._reply(message.reply, self._serve(message))
+                    self._reply(message.reply, self._answer(message))
                 else:
                     self._release(message)
             except Exception:
@@ -89,6 +89,15 @@ class FetchServer:
         # Without the promise there is no answer: D keeps its slots and asks again.
         if self._settle(message):
             self._reply(message.reply, Released(message.room, message.generation))
+
+    def _answer(self, fetch: Fetch) -> FetchDone:
+        """Serve a Fetch; whatever goes wrong, every room in it gets an answer."""
+        try:
+            return self._serve(fetch)
+        except Exception as error:
+            logger.exception("fetch %s failed", fetch.sequence)
+            cause = f"fetch failed: {error}"
+            return FetchDone(fetch.sequence, [(item.room, cause) for item in fetch.items])
 
     def _serve(self, fetch: Fetch) -> FetchDone:
         peer = self._peer_of(fetch.session)
@@ -122,7 +131,8 @@ class FetchServer:
         served: list[FetchItem] = []
         sizes = [sum(len(p) for p in item.positions) // 4 * entry_bytes for item, _ in acquired]
         if sum(sizes) > self._bounce.bytes.numel():
-            self._replace_bounce(sum(sizes))
+            self._transport.unregister(self._bounce.region)
+            self._bounce = self._new_bounce(sum(sizes))
         at = 0
         for (item, entry), size in zip(acquired, sizes, strict=True):
             if item.arena_offset < 0 or item.arena_offset + size > decode.arena_bytes:
@@ -146,7 +156,8 @@ class FetchServer:
                 for item in served:
                     self._doubt(item.room, item.generation)
                 # Late bytes may still be read from the bounce buffer: never write to it again.
-                self._replace_bounce(self._bounce.bytes.numel())
+                self._retired.append(self._bounce)
+                self._bounce = self._new_bounce(self._bounce.bytes.numel())
         return failures
 
     def _gather(self, entry: StoreEntry, layer: int, item: FetchItem, at: int) -> str | None:
@@ -157,6 +168,8 @@ class FetchServer:
         for head, packed in enumerate(item.positions):
             if not packed:
                 continue
+            if len(packed) % 4:
+                return f"positions of KV head {head} are {len(packed)} bytes, no int32 array"
             positions = torch.from_numpy(np.frombuffer(packed, dtype=np.int32).astype(np.int64))
             if int(positions.min()) < 0 or int(positions.max()) >= entry.captured[layer]:
                 return f"a position is outside the {entry.captured[layer]} tokens of the prompt"
@@ -170,8 +183,3 @@ class FetchServer:
         bounce = HostRegion(length)
         self._transport.register(bounce.region)
         return bounce
-
-    def _replace_bounce(self, length: int) -> None:
-        # Kept, not freed: an engine may read it until its connection is gone.
-        self._retired.append(self._bounce)
-        self._bounce = self._new_bounce(length)

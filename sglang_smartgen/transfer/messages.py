@@ -143,7 +143,7 @@ def unpack(payload: bytes) -> Message:
     """The message in a payload frame. Raises MessageError when it is malformed."""
     try:
         return _decoder.decode(payload)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise MessageError(f"malformed SmartGen message of {len(payload)} bytes: {error}") from None
 
 

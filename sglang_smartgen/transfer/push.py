@@ -50,7 +50,11 @@ class Peer(msgspec.Struct, frozen=True):
 
 
 class PushRoom:
-    """What the push thread knows of one room; `failure` is set once and ends its pushes."""
+    """What the push thread knows of one room.
+
+    `failure` is the cause of a failed write, whose bytes may still land; `ended_early` the cause of
+    an end without one. Each is set once and ends the pushes.
+    """
 
     def __init__(
         self,
@@ -78,6 +82,7 @@ class PushRoom:
         self.proactive_bytes = 0
         self.metadata_bytes = 0
         self.failure: str | None = None
+        self.ended_early: str | None = None
 
 
 class PushWorker:
@@ -136,7 +141,7 @@ class PushWorker:
         data: list[Span] = []
         masks: list[Span] = []
         for layer in sorted({job.layer for job in group if job.layer is not None}):
-            if room.failure is not None or not room.is_live():
+            if room.failure or room.ended_early or not room.is_live():
                 return
             self._collect(room, layer, data, masks)
             if sum(span.length for span in data) >= WRITE_BYTES:

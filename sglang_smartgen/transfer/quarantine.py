@@ -27,7 +27,7 @@ class Held(msgspec.Struct):
     generation: int
     free: Callable[[], None]
     resend: Callable[[], None]
-    peer_is_dead: Callable[[], bool]
+    cannot_write: Callable[[], bool]
     since: float
     last_sent: float
     acknowledged: bool = False
@@ -51,11 +51,11 @@ class Quarantine:
         *,
         free: Callable[[], None],
         resend: Callable[[], None],
-        peer_is_dead: Callable[[], bool],
+        cannot_write: Callable[[], bool],
     ) -> None:
         """Keep the room's slots; `resend` sends the Release, `free` runs once at the end."""
         now = time.monotonic()
-        held = Held(room, generation, free, resend, peer_is_dead, now, now)
+        held = Held(room, generation, free, resend, cannot_write, now, now)
         with self._lock:
             self._held[room, generation] = held
         resend()
@@ -75,7 +75,7 @@ class Quarantine:
             everyone = list(self._held.values())
         for held in everyone:
             late = now - held.since > self._limit_s
-            if held.acknowledged or held.peer_is_dead() or late:
+            if held.acknowledged or held.cannot_write() or late:
                 if late and not held.acknowledged:
                     logger.warning(
                         "room %s generation %s: prefill did not acknowledge the release within "

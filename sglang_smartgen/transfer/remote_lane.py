@@ -100,6 +100,7 @@ class RemoteLane:
 
         The deadline runs from `ask`. After it nothing of the ticket is waited for again.
         """
+        began = time.monotonic()
         deadline = ticket.began + self._timeout_s
         with self._changed:
             while ticket.pending and (left := deadline - time.monotonic()) > 0:
@@ -108,5 +109,5 @@ class RemoteLane:
                 self._open.pop(number, None)
                 for room in rooms:
                     ticket.failures[room] = f"no answer from prefill within {self._timeout_s} s"
-        self.seconds_waited += time.monotonic() - ticket.began
+        self.seconds_waited += time.monotonic() - began
         return ticket.failures

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -80,10 +81,25 @@ def test_ctrl_c_while_servers_start(model: Path, tmp_path: Path) -> None:
         assert process.wait(timeout=60) == 130, log.read_text()
     finally:
         process.kill()
-    assert [child for child in started if child.is_running()] == []
+    assert wait_for_end(started) == []
     assert process.stdout is not None and process.stdout.read() == b""
     last = log.read_text().splitlines()[-1]
     assert last == "smartgen: interrupted; everything it started has ended"
+
+
+def wait_for_end(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """What still runs after at most 10 s; the watchdog ends just after the demo."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        left = []
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.status() != psutil.STATUS_ZOMBIE:  # ended, but init has not reaped it
+                    left.append(process)
+        if not left:
+            return []
+        time.sleep(0.1)
+    return left
 
 
 def wait_for_children(pid: int, count: int) -> list[psutil.Process]:

@@ -82,7 +82,7 @@ def test_an_unknown_key_is_named_with_the_known_ones() -> None:
         ('{"blocks_per_layer": 1.5}', ("blocks_per_layer", "float", "int")),
         ('{"blocks_per_layer": null}', ("blocks_per_layer", "null", "int")),
         ('{"proactive_blocks": "all"}', ("proactive_blocks", "str", "int | null")),
-        ('{"mode": 1}', ("mode", "int", "str")),
+        ('{"mode": 1}', ("mode", "1", "smartgen, full, partial, proactive_only")),
     ],
 )
 def test_a_value_of_the_wrong_type(text: str, parts: tuple[str, ...]) -> None:

@@ -30,7 +30,7 @@ class Bench:
             generation,
             free=lambda: self.freed.append(room),
             resend=lambda: self.sent.append(room),
-            peer_is_dead=lambda: room in self.dead,
+            cannot_write=lambda: room in self.dead,
         )
 
 
@@ -76,7 +76,7 @@ def test_an_answer_within_resend_counts(bench: Bench) -> None:
         1,
         free=lambda: bench.freed.append(7),
         resend=lambda: bench.rooms.acknowledge(7, 1),
-        peer_is_dead=lambda: False,
+        cannot_write=lambda: False,
     )
     assert bench.rooms.drain() == [(7, 1)] and bench.freed == [7]
 
@@ -132,7 +132,7 @@ def test_a_free_that_raises_is_not_repeated_and_keeps_nobody_else(bench: Bench) 
         bench.freed.append(7)
         raise RuntimeError("pool is broken")
 
-    bench.rooms.hold(7, 1, free=broken, resend=lambda: None, peer_is_dead=lambda: True)
+    bench.rooms.hold(7, 1, free=broken, resend=lambda: None, cannot_write=lambda: True)
     bench.hold(8)
     bench.dead.add(8)
     with pytest.raises(RuntimeError, match="pool is broken"):
