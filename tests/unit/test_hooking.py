@@ -63,7 +63,8 @@ def test_other_parameters_are_one_sentence(expected: tuple[str, ...]) -> None:
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, *hooks: Hook) -> None:
-    monkeypatch.setattr(hooking, "_installed", list(hooks))
+    """Hooks whose targets were all `plain` when they were installed."""
+    monkeypatch.setattr(hooking, "_installed", [(one, plain) for one in hooks])
 
 
 def test_verify_passes_when_every_target_is_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,6 +216,9 @@ REFUSED: dict[str, tuple[object, str]] = {
 }
 
 
+BACKENDS = ("attention_backend", "decode_attention_backend", "prefill_attention_backend")
+
+
 def options(**changed: object) -> SimpleNamespace:
     """A decode node that SmartGen can serve with, but for what is changed."""
     good = dict.fromkeys(REFUSED, False) | {
@@ -230,7 +234,7 @@ def options(**changed: object) -> SimpleNamespace:
         "attn_cp_size": 1,
         "dcp_size": 1,
         "disaggregation_decode_retraction_backup": None,
-        "attention_backend": None,
+        **dict.fromkeys(BACKENDS),
     }
     return SimpleNamespace(**(good | changed))
 
@@ -270,9 +274,11 @@ def test_a_refused_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str)
 
 
 def test_a_decode_node_has_its_own_backend_and_no_retraction_backup() -> None:
-    assert refusal(options(attention_backend="fa3")) == (
-        "--attention-backend is fa3; a SmartGen decode node allows smartgen (or leave it out)"
-    )
+    for name in BACKENDS:
+        assert refusal(options(**{name: "fa3"})) == (
+            f"--{name.replace('_', '-')} is fa3; a SmartGen decode node allows smartgen "
+            "(or leave it out)"
+        )
     sentence = refusal(options(disaggregation_decode_retraction_backup="host"))
     assert sentence.startswith("--disaggregation-decode-retraction-backup is host; ")
     prefill = options(
@@ -304,7 +310,7 @@ def test_what_smartgen_sets_itself() -> None:
     shared = {"disable_overlap_schedule": True, "page_size": 1}
     assert refusals.declare_options(options(disaggregation_mode="prefill")) == shared
     assert refusals.declare_options(options()) == shared | {
-        "attention_backend": "smartgen",
+        **dict.fromkeys(BACKENDS, "smartgen"),
         "disable_decode_cuda_graph": True,
         "disaggregation_decode_retraction_backup": "none",
     }
