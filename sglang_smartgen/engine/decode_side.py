@@ -21,7 +21,7 @@ from sglang_smartgen.config import SmartGenConfig
 from sglang_smartgen.core.geometry import DENSE_LAYERS
 from sglang_smartgen.core.mask import PADDING, REMOTE
 from sglang_smartgen.engine.decode_room import DecodeRoom
-from sglang_smartgen.engine.runtime import ModelFacts
+from sglang_smartgen.engine.model_facts import ModelFacts
 from sglang_smartgen.select.base import Selector
 from sglang_smartgen.transfer.arena import Arena
 from sglang_smartgen.transfer.messages import (

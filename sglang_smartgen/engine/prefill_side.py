@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sglang_smartgen.config import SmartGenConfig
 from sglang_smartgen.core.blocks import PushPlan, clip_proactive_blocks
-from sglang_smartgen.engine.runtime import ModelFacts
+from sglang_smartgen.engine.model_facts import ModelFacts
 from sglang_smartgen.select.base import Selector
 from sglang_smartgen.transfer.fetch_server import FetchServer, Reply
 from sglang_smartgen.transfer.messages import Endpoint, Fetch, OpenRoom, Registration, Release

@@ -9,32 +9,12 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-import torch
-from torch import Tensor
-
 from sglang_smartgen.config import ConfigError, SmartGenConfig, config_from_env
-from sglang_smartgen.core.geometry import KVGeometry
-from sglang_smartgen.select.base import KVShape
+from sglang_smartgen.engine.model_facts import ModelFacts, read_model
 
 if TYPE_CHECKING:
     from sglang_smartgen.engine.decode_side import DecodeSide
     from sglang_smartgen.engine.prefill_side import PrefillSide
-
-
-class ModelFacts(msgspec.Struct, frozen=True):
-    """One rank's model and pools, read from SGLang's model runner.
-
-    keys, values: one pool buffer a layer, [slots, kv_heads, head_dim]. req_to_token: int32 [rows,
-    max_len], the slot of every position of a row.
-    """
-
-    geometry: KVGeometry
-    shape: KVShape
-    keys: list[Tensor]
-    values: list[Tensor]
-    req_to_token: Tensor
-    tp_size: int
 
 
 class _State:
@@ -63,7 +43,7 @@ def remember_model(runner: Any) -> None:
     SGLang ends the server.
     """
     try:
-        _state.facts = _read_model(runner)
+        _state.facts = read_model(runner)
     except ConfigError as error:
         print(f"SmartGen: {error}", file=sys.stderr, flush=True)
         raise
@@ -94,58 +74,3 @@ def prefill_side() -> PrefillSide | None:
 def decode_side() -> DecodeSide | None:
     """D's side, or None on a prefill node and before the KV manager exists."""
     return _state.decode
-
-
-def _read_model(runner: Any) -> ModelFacts:
-    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-    from sglang.srt.runtime_context import get_parallel
-
-    pool = runner.token_to_kv_pool
-    name = type(runner.model).__name__
-    if type(pool).__name__ != "MHATokenToKVPool":
-        raise ConfigError(
-            f"SmartGen cannot serve {name}: its KV pool is {type(pool).__name__}; "
-            "allowed is plain multi-head or grouped-query attention (MHATokenToKVPool)"
-        )
-    layers = sorted(
-        (m for m in runner.model.modules() if isinstance(m, RadixAttention)),
-        key=lambda m: m.layer_id,
-    )
-    if len(layers) != len(pool.k_buffer):
-        raise ConfigError(
-            f"SmartGen cannot serve {name}: {len(layers)} attention layers on "
-            f"{len(pool.k_buffer)} KV buffers; allowed is one buffer a layer"
-        )
-    for layer in layers:
-        if (
-            layer.sliding_window_size > -1
-            or layer.is_cross_attention
-            or layer.attn_type == AttentionType.ENCODER_ONLY
-            or layer.qk_head_dim != layer.v_head_dim
-            or layer.logit_cap
-        ):
-            raise ConfigError(
-                f"SmartGen cannot serve {name}: layer {layer.layer_id} has a sliding window, cross "
-                "attention, a logit cap or unequal K and V; allowed is plain full attention"
-            )
-    first = layers[0]
-    geometry = KVGeometry(len(layers), first.tp_k_head_num, first.head_dim, pool.k_buffer[0].dtype)
-    shape = KVShape(
-        layers=len(layers),
-        q_heads=first.tp_q_head_num,
-        kv_heads=first.tp_k_head_num,
-        head_dim=first.head_dim,
-        scaling=first.scaling,
-    )
-    if geometry.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ConfigError(
-            f"--kv-cache-dtype is {geometry.dtype}; SmartGen allows float32, bfloat16 and float16"
-        )
-    return ModelFacts(
-        geometry=geometry,
-        shape=shape,
-        keys=list(pool.k_buffer),
-        values=list(pool.v_buffer),
-        req_to_token=runner.req_to_token_pool.req_to_token,
-        tp_size=get_parallel().attn_tp_size,
-    )
