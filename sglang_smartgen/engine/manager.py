@@ -66,7 +66,7 @@ class SmartGenKVManager(MooncakeKVManager):
         if runtime.prefill_side() is not None or runtime.decode_side() is not None:
             return
         facts, config = runtime.facts(), runtime.config()
-        selector = make_selector(config.selector, facts.shape)
+        selector = make_selector(config.selector, facts.shape, facts.geometry.dtype)
         transport = MooncakeTransport(self.engine.engine, self.get_session_id())
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             self.prefill = PrefillSide(
