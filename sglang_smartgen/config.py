@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 CONFIG_ENV = "SGLANG_SMARTGEN_CONFIG"
+MIN_STORE_GB = 0.001
 
 Mode = Literal["smartgen", "full", "partial", "proactive_only"]
 Order = Literal["sequential"]
@@ -20,7 +21,7 @@ class ConfigError(ValueError):
 
 
 class SmartGenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of both sides; P reads `selector`, `store_gb` and `transport`, D decides the rest.
+    """Settings of both sides. P reads `selector`, `store_gb` and `fetch_timeout_s`, D the rest.
 
     Attributes
     ----------
@@ -33,7 +34,8 @@ class SmartGenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     order: order in which blocks are pushed.
     min_prompt_len: prompts shorter than this use SGLang's own full transfer and dense attention.
     store_gb: budget of the prefill store in GiB.
-    fetch_timeout_s: seconds that one remote fetch may take before its requests fail.
+    fetch_timeout_s: seconds that one remote fetch may take before its requests fail; on P, that
+        one write of a fetch may take. Set it alike on both.
     transport: name of the transport.
     """
 
@@ -54,6 +56,8 @@ class SmartGenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for field in ("blocks_per_layer", "min_prompt_len", "store_gb", "fetch_timeout_s"):
             if not getattr(self, field) > 0:
                 raise ConfigError(f"{field} is {getattr(self, field)}; it must be positive")
+        if self.store_gb < MIN_STORE_GB:
+            raise ConfigError(f"store_gb is {self.store_gb}; it must be at least {MIN_STORE_GB}")
         if self.proactive_blocks is not None and self.proactive_blocks <= 0:
             raise ConfigError(
                 f"proactive_blocks is {self.proactive_blocks}; it must be positive, "

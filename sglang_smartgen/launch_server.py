@@ -79,11 +79,28 @@ def run_sglang(argv: list[str]) -> None:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
+    if os.environ.get(CONFIG_ENV, "").strip():
+        _require_plugin()
     server_args = prepare_server_args(argv)
     try:
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _require_plugin() -> None:
+    """SGLang may have been told to load other plugins only; then it would serve stock."""
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    from sglang_smartgen.engine.refusals import BACKEND
+
+    if BACKEND not in ATTENTION_BACKENDS:
+        print(
+            "SmartGen: SGLang did not load the plugin 'smartgen' (is SGLANG_PLUGINS set, or the "
+            "package not installed?)",
+            file=sys.stderr,
+        )
+        sys.exit(2)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -125,6 +125,8 @@ def register() -> None:
             wrap_backend_factories()
     except (ConfigError, HookError) as error:
         _refuse(str(error))
+    except Exception as error:
+        _refuse(f"cannot be placed in SGLang: {type(error).__name__}: {error}")
 
 
 def _refuse(sentence: str) -> None:

@@ -71,7 +71,6 @@ class DecodeRoom:
         self.k = budget(self.prompt_len, config.ratio)
         self.started: Started | None = None
         self.failure: str | None = None
-        self.committed = False
         self.layer_is_local = [False] * geometry.layers
         self.held = torch.full(
             (geometry.sparse_layers, geometry.kv_heads, self.prompt_len), REMOTE, dtype=torch.int8
@@ -83,10 +82,9 @@ class DecodeRoom:
         """True when every entry of the prompt is used, so that no selector runs."""
         return self.k >= self.prompt_len
 
-    def commit(self, encode_here: bool) -> None:
-        """P reported success: with `started` on partial KV, otherwise the whole KV is here."""
-        self.committed = True
-        if encode_here:
+    def commit(self, whole: bool) -> None:
+        """P reported success: on partial KV, or with the `whole` KV here."""
+        if whole:
             self.mask.fill_(LOCAL)
         share = (self.mask == LOCAL).float().mean().item()
         self.stats.local_share_at_start = share

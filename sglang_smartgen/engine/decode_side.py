@@ -1,8 +1,8 @@
 """D's side: rooms, masks, metadata pool, arena, and the way in and out of every room.
 
 Owner: the KV manager of a decode rank creates one. The scheduler thread opens, commits, serves and
-releases rooms; SGLang's decode thread calls `on_message` for P's control messages and its heartbeat
-thread calls `on_peer_dead`. P writes mask bytes, KV, metadata and arena from outside, one-sided.
+releases rooms; SGLang's decode thread calls `on_message` for P's control messages. P writes mask
+bytes, KV, metadata and arena from outside, one-sided.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sglang_smartgen.config import SmartGenConfig
 from sglang_smartgen.core.geometry import DENSE_LAYERS
-from sglang_smartgen.core.mask import PADDING, REMOTE
+from sglang_smartgen.core.mask import LOCAL, PADDING, REMOTE
 from sglang_smartgen.engine.decode_room import DecodeRoom
 from sglang_smartgen.engine.model_facts import ModelFacts
 from sglang_smartgen.select.base import Selector
@@ -36,14 +36,14 @@ from sglang_smartgen.transfer.messages import (
     Released,
     Started,
 )
-from sglang_smartgen.transfer.quarantine import Quarantine
+from sglang_smartgen.transfer.quarantine import Quarantine, refuses_connections
 from sglang_smartgen.transfer.region import HostRegion
 from sglang_smartgen.transfer.remote_lane import RemoteLane, Send
 from sglang_smartgen.transfer.transport import Transport
 
 logger = logging.getLogger(__name__)
 
-QUARANTINE_LIMIT_S = 60.0
+QUARANTINE_LIMIT_S = 120.0  # more than P may spend on one write and its fence
 HELLO_LIMIT_S = 5.0
 FINISHED_KEPT = 256
 
@@ -86,10 +86,10 @@ class DecodeSide:
         self._by_row: dict[int, DecodeRoom] = {}
         self._smart_peers: set[Endpoint] = set()
         self._first_seen: dict[Endpoint, float] = {}
-        self._died: dict[str, float] = {}
         self.finished: deque[dict[str, Any]] = deque(maxlen=FINISHED_KEPT)
         self.rank = rank
-        self.counters = {"rooms": 0, "fallbacks": 0, "failures": 0}
+        self.counters = {"rooms": 0, "failures": 0}
+        self.fallbacks: dict[str, int] = {}
 
     def _metadata_pool(self, slots: int) -> Tensor:
         """[sparse_layers, slots, kv_heads, width], addressed by the KV pool's own slots."""
@@ -140,6 +140,8 @@ class DecodeSide:
         prompt_len = int(slots.numel())
         blocks = min(config.blocks_per_layer, prompt_len)
         if prompt_len < config.min_prompt_len:
+            self._count_fallback("short prompt")
+            logger.debug("room %s: stock, prompt tokens: %d", room, prompt_len)
             return None
         g = self.facts.geometry
         self._generation += 1
@@ -175,7 +177,6 @@ class DecodeSide:
             proactive_blocks=config.proactive_blocks_of(g.layers)
             * blocks
             // config.blocks_per_layer,
-            order=config.order,
             metadata=not state.selects_all,
             keep=config.mode in ("smartgen", "partial"),
         )
@@ -193,14 +194,19 @@ class DecodeSide:
         state = self._rooms.get(room)
         if state is None:
             return
-        whole = state.started is None
-        state.commit(encode_here=whole)
+        # A SmartGen push marks layers 0 and 1 first of all, so a mask without a mark is a stock
+        # transfer, and a lost Started cannot be taken for one.
+        whole = state.started is None and not bool((state.mask == LOCAL).any())
+        state.commit(whole)
         if whole:
-            self.counters["fallbacks"] += 1
+            self._count_fallback("full transfer")
             state.stats.fallback = "full transfer"
             logger.info("room %s: full transfer, prompt tokens: %d", room, state.prompt_len)
             if not state.selects_all:
                 self._encode_here(state)
+
+    def _count_fallback(self, reason: str) -> None:
+        self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
 
     def _encode_here(self, state: DecodeRoom) -> None:
         """Metadata of a prompt that came whole: the bytes that a SmartGen P would have sent."""
@@ -229,10 +235,6 @@ class DecodeSide:
             case _:
                 logger.warning("SmartGen: unexpected %s on a decode node", type(message).__name__)
 
-    def on_peer_dead(self, bootstrap_addr: str) -> None:
-        """SGLang's heartbeat gave a P up: nothing it started can land any more."""
-        self._died[bootstrap_addr] = time.monotonic()
-
     def release(self, room: int, finish: str, free: Callable[[], None]) -> None:
         """The request is over; run `free` (slots and row) once P can no longer write to them.
 
@@ -243,6 +245,7 @@ class DecodeSide:
             free()
             return
         self._record(state, finish)
+        del self._by_row[state.row]
         peer = state.peer
         if peer is None or self._is_stock(peer):
             self._free(state, free)
@@ -261,9 +264,7 @@ class DecodeSide:
             state.generation,
             free=lambda: self._free(state, free),
             resend=resend,
-            cannot_write=lambda: (
-                self._died.get(state.bootstrap_addr, 0.0) > state.opened or self._is_stock(peer)
-            ),
+            cannot_write=lambda: self._is_stock(peer) or refuses_connections(peer),
         )
 
     def _is_stock(self, peer: Endpoint) -> bool:
@@ -276,8 +277,6 @@ class DecodeSide:
 
     def _free(self, state: DecodeRoom, free: Callable[[], None]) -> None:
         self.arena.settled(state.room, state.generation)
-        if self._by_row.get(state.row) is state:
-            del self._by_row[state.row]
         free()
 
     def _record(self, state: DecodeRoom, finish: str) -> None:
@@ -298,6 +297,7 @@ class DecodeSide:
             "role": "decode",
             "config": msgspec.to_builtins(self.config),
             "counters": dict(self.counters),
+            "fallbacks": dict(self.fallbacks),
             "open_rooms": len(self._rooms),
             "quarantined_rooms": len(self.quarantine),
             "quarantined_slabs": self.arena.quarantined,

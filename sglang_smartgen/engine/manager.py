@@ -27,6 +27,7 @@ from sglang_smartgen.transfer.messages import (
     TAG,
     VERSION,
     Endpoint,
+    Failed,
     Fetch,
     Hello,
     Message,
@@ -58,13 +59,14 @@ class SmartGenKVManager(MooncakeKVManager):
         self.decode: DecodeSide | None = None
         self.open_message: OpenRoom | None = None
         self.aux_indices: dict[int, int | None] = {}
+        self.causes: dict[int, str] = {}
         super().__init__(args, disaggregation_mode, *rest, **named)
 
     def register_buffer_to_engine(self) -> None:
         """Register SGLang's buffers, then build our side: the base class starts threads next."""
         super().register_buffer_to_engine()
-        if runtime.prefill_side() is not None or runtime.decode_side() is not None:
-            return
+        if self.prefill is not None or self.decode is not None:
+            return  # SGLang registers its buffers again after it had released its memory
         facts, config = runtime.facts(), runtime.config()
         selector = make_selector(config.selector, facts.shape, facts.geometry.dtype)
         transport = MooncakeTransport(self.engine.engine, self.get_session_id())
@@ -103,9 +105,11 @@ class SmartGenKVManager(MooncakeKVManager):
                 return None
             try:
                 return None if filter_(frames) else frames
-            except MessageError as error:
-                logger.warning("SmartGen: dropped a message: %s", error)
-                return None
+            except Exception as error:
+                # An exception would end SGLang's thread, and with it every later handshake. Its
+                # own part of a message still counts: without ours the request goes stock.
+                logger.warning("SmartGen: ignored (part of) a message: %s", error)
+                return None if frames[0] == TAG else frames
 
         return receive_filtered
 
@@ -118,14 +122,10 @@ class SmartGenKVManager(MooncakeKVManager):
                 raise MessageError(f"{type(message).__name__} is not for a prefill node")
             self.prefill.submit(message)
             return True
-        try:
-            if frames[0] == b"None" and len(frames) > REGISTRATION_FRAMES:
-                self._add_peer(frames)
-            elif frames[0].isdigit() and len(frames) > METADATA_FRAMES:
-                self._announce(frames)
-        except MessageError as error:
-            # SGLang's own part of the message still counts: the request gets a full transfer.
-            logger.warning("SmartGen: ignored the extra frame of a message: %s", error)
+        if frames[0] == b"None" and len(frames) > REGISTRATION_FRAMES:
+            self._add_peer(frames)
+        elif frames[0].isdigit() and len(frames) > METADATA_FRAMES:
+            self._announce(frames)
         return False
 
     def _add_peer(self, frames: list[bytes]) -> None:
@@ -154,8 +154,13 @@ class SmartGenKVManager(MooncakeKVManager):
     def _filter_decode(self, frames: list[bytes]) -> bool:
         if frames[0] != TAG:
             return False
-        assert self.decode is not None
-        self.decode.on_message(from_frames(frames))
+        message = from_frames(frames)
+        if isinstance(message, Failed):
+            if message.room in self.request_status:
+                self.causes[message.room] = message.cause
+        else:
+            assert self.decode is not None
+            self.decode.on_message(message)
         return True
 
     # Messages out ---------------------------------------------------------------------------
@@ -187,44 +192,72 @@ class SmartGenKVManager(MooncakeKVManager):
         """Writes for the room begin: SGLang must not acknowledge an abort before `pushed`."""
         self._staging_outstanding[room] += 1
 
-    def pushed(self, push: PushRoom) -> None:
-        """End of a room's pushes: aux data and Success to D, or the failure with its cause."""
-        room = push.entry.room
-        aux_index = self.aux_indices.pop(room, None)
-        if push.failure is not None:
-            # Late bytes may still land: SGLang must not acknowledge an abort of this room.
-            self._poison_unsettled_send(room)
-        elif self.live(room):
-            push.failure = push.ended_early or self._conclude(push, aux_index)
-        if push.failure is not None:
-            self.fail(room, push.failure)
+    def let_drain(self, room: int) -> None:
+        """The room's writes are over; acknowledge an abort that waited for them."""
+        self.aux_indices.pop(room, None)
         self._staging_outstanding[room] -= 1
         if self.enable_deferred_decode_kv_release:
             self._maybe_ack_drained_abort(room)
         if self._staging_outstanding.get(room, 0) <= 0:
             self._staging_outstanding.pop(room, None)
 
-    def fail(self, room: int, cause: str) -> None:
-        """End the room on both sides with room, rank and cause."""
-        reason = f"room {room}, prefill rank {self.attn_tp_rank}: {cause}"
-        self.conclude_failure(bootstrap_room=room, failure_reason=reason)
+    def pushed(self, push: PushRoom) -> None:
+        """End of a room's pushes: aux data and Success to D, or the failure with its cause."""
+        room = push.entry.room
+        aux_index = self.aux_indices.get(room)
+        try:
+            if push.failure is None and not self.live(room):
+                push.ended_early = push.ended_early or "the request was aborted on prefill"
+            if push.failure is None and push.ended_early is None:
+                self._conclude(push, aux_index)
+            if push.failure is not None:
+                # Late bytes may still land: SGLang must not acknowledge an abort of this room.
+                self._poison_unsettled_send(room)
+            if cause := push.failure or push.ended_early:
+                self.fail(room, cause, push.reply)
+        finally:
+            self.let_drain(room)
 
-    def _conclude(self, push: PushRoom, aux_index: int | None) -> str | None:
-        """Send aux data, Started and Success, in this order; a sentence when it cannot."""
+    def _conclude(self, push: PushRoom, aux_index: int | None) -> None:
+        """Send aux data, Started and Success, in this order; set the cause when that fails."""
         room, session = push.entry.room, push.peer.registration.session
         info = self.transfer_infos.get(room, {}).get(session)
         if info is None:
-            return "the request was cleared while its blocks were pushed"
-        if min(push.entry.captured) < push.entry.prompt_len:
-            return "a layer did not report its KV"
-        if self.send_aux(info, aux_index, self.decode_kv_args_table[session].dst_aux_ptrs) != 0:
-            return f"aux data did not reach {session}"
-        self.send_control(
-            push.reply,
-            Started(room, push.entry.generation, push.proactive_bytes, push.metadata_bytes),
-        )
-        self.conclude_transfer(bootstrap_room=room, status=KVPoll.Success)
-        return None
+            push.ended_early = "the request was cleared while its blocks were pushed"
+            return
+        try:
+            table = self.decode_kv_args_table[session]
+            if self.send_aux(info, aux_index, table.dst_aux_ptrs) != 0:
+                push.failure = f"aux data did not reach {session}"
+                return
+            started = Started(
+                room, push.entry.generation, push.proactive_bytes, push.metadata_bytes
+            )
+            self.send_control(push.reply, started)
+            status = self.conclude_transfer(bootstrap_room=room, status=KVPoll.Success)
+        except Exception as error:
+            logger.exception("room %s: hand-over to decode failed", room)
+            push.ended_early = f"hand-over to {session} failed: {error}"
+            return
+        if status != KVPoll.Success:
+            push.ended_early = "the request failed while its blocks were pushed"
+
+    def fail(self, room: int, cause: str, reply: Endpoint | None = None) -> None:
+        """End the room on both sides, with room, rank and cause where D is known."""
+        reason = f"room {room}, prefill rank {self.attn_tp_rank}: {cause}"
+        if reply is not None:
+            try:
+                self.send_control(reply, Failed(room, reason))
+            except Exception as error:
+                logger.warning("%s; decode cannot be told: %s", reason, error)
+        self.conclude_failure(bootstrap_room=room, failure_reason=reason)
+
+    def apply_prefill_status(self, *, bootstrap_room: int, **named: Any) -> None:
+        """A status of P; a Failed one gets the cause that P sent ahead of it."""
+        cause = self.causes.pop(bootstrap_room, None)
+        if cause is not None and named.get("failure_reason") is None:
+            named["failure_reason"] = cause
+        super().apply_prefill_status(bootstrap_room=bootstrap_room, **named)
 
     def _handle_abort_notification(self, msg: list[bytes]) -> bool:
         handled: bool = super()._handle_abort_notification(msg)
@@ -233,11 +266,6 @@ class SmartGenKVManager(MooncakeKVManager):
             if not self.live(room):
                 self.prefill.cancel(room)
         return handled
-
-    def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
-        super()._handle_node_failure(failed_bootstrap_addr)
-        if self.decode is not None:
-            self.decode.on_peer_dead(failed_bootstrap_addr)
 
 
 def _send_to_prefill(endpoint: Endpoint, message: Message) -> None:

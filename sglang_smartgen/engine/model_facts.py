@@ -40,6 +40,11 @@ def read_model(runner: Any) -> ModelFacts:
             f"SmartGen cannot serve {name}: its KV pool is {type(pool).__name__}; "
             "allowed is plain multi-head or grouped-query attention (MHATokenToKVPool)"
         )
+    if pool.k_buffer[0].device.type != "cpu":
+        raise ConfigError(
+            f"SmartGen cannot serve on {pool.k_buffer[0].device.type}: this version runs on CPU "
+            "pools only (--device cpu)"
+        )
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
     from sglang.srt.runtime_context import get_parallel
 

@@ -19,23 +19,30 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sglang_smartgen.config import SmartGenConfig
+from sglang_smartgen.config import ConfigError, SmartGenConfig
 from sglang_smartgen.core.blocks import PushPlan, clip_proactive_blocks
 from sglang_smartgen.engine.model_facts import ModelFacts
 from sglang_smartgen.select.base import Selector
 from sglang_smartgen.transfer.fetch_server import FetchServer, Reply
-from sglang_smartgen.transfer.messages import Endpoint, Fetch, OpenRoom, Registration, Release
+from sglang_smartgen.transfer.messages import (
+    Endpoint,
+    Fetch,
+    OpenRoom,
+    Registration,
+    Release,
+    Released,
+)
 from sglang_smartgen.transfer.push import Peer, PushRoom, PushWorker
-from sglang_smartgen.transfer.store import PrefillStore
+from sglang_smartgen.transfer.settler import Settler
+from sglang_smartgen.transfer.store import PrefillStore, StoreEntry
 from sglang_smartgen.transfer.transport import Transport
 
 logger = logging.getLogger(__name__)
 
-PUSH_TIMEOUT_S = 120.0
+PUSH_TIMEOUT_S = 60.0
 STORE_TTL_S = 1800
 """Age after which an entry may make room: D releases its rooms, so it must have died."""
-FENCE_SLICE_S = 0.25
-"""How long one Release may try to fence; D asks again every second, and fetches must not wait."""
+FENCE_TIMEOUT_S = 30.0
 
 
 class Outcome(Protocol):
@@ -58,6 +65,13 @@ class _Room(msgspec.Struct):
     finishing: bool = False
 
 
+class _Announced(msgspec.Struct):
+    message: OpenRoom
+    peer: Peer | None
+    endpoint: Endpoint
+    slots: npt.NDArray[np.int64]
+
+
 class PrefillSide:
     """Everything a prefill rank keeps for SmartGen."""
 
@@ -76,7 +90,12 @@ class PrefillSide:
         self._selector = selector
         self._transport = transport
         self._outcome = outcome
-        self.store = PrefillStore(facts.geometry, selector, int(config.store_gb * (1 << 30)))
+        try:
+            self.store = PrefillStore(facts.geometry, selector, int(config.store_gb * (1 << 30)))
+        except (OSError, OverflowError, ValueError) as error:
+            raise ConfigError(
+                f"store_gb is {config.store_gb}; this machine cannot map that much memory ({error})"
+            ) from None
         transport.register(self.store.region)
         self._push = PushWorker(transport, selector, facts.req_to_token.shape[1], PUSH_TIMEOUT_S)
         self.fetch_server = FetchServer(
@@ -84,12 +103,16 @@ class PrefillSide:
             self.store,
             peer_of=self.peer,
             reply=reply,
-            settle=self._settle,
+            settle=self._settled,
             doubt=self._doubt,
             timeout_s=config.fetch_timeout_s,
         )
+        self._settler = Settler(
+            self._settle,
+            lambda release: reply(release.reply, Released(release.room, release.generation)),
+        )
         self._peers: dict[str, Peer] = {}
-        self._announced: dict[int, tuple[OpenRoom, str, Endpoint, npt.NDArray[np.int64]]] = {}
+        self._announced: dict[int, _Announced] = {}
         self._rooms: dict[int, _Room] = {}
         self._lock = threading.Lock()
         self._batch: list[int | None] = []
@@ -98,6 +121,7 @@ class PrefillSide:
         self._doubtful: set[tuple[int, int]] = set()
         self.bytes_proactive = 0
         self.bytes_metadata = 0
+        self.layers_swept = 0
         self.fallbacks: dict[str, int] = {}
 
     # Bootstrap thread -----------------------------------------------------------------------
@@ -129,8 +153,10 @@ class PrefillSide:
         self, message: OpenRoom, session: str, endpoint: Endpoint, slots: npt.NDArray[np.int64]
     ) -> None:
         """D opened a room and gave its slots; the request itself may not be here yet."""
+        # The peer as it is now: a decode node restarted under this session has other addresses.
+        announced = _Announced(message, self._peers.get(session), endpoint, slots)
         with self._lock:
-            self._announced[message.room] = (message, session, endpoint, slots)
+            self._announced[message.room] = announced
 
     def submit(self, message: Fetch | Release) -> None:
         """Hand a message to the fetch server."""
@@ -143,43 +169,69 @@ class PrefillSide:
     def begin(self, room: int, prompt_len: int) -> bool:
         """The request is about to prefill; False: stock full transfer, with the reason counted."""
         with self._lock:
-            announced = self._announced.pop(room, None)
+            announced = self._announced.get(room)
         if announced is None:
             return False
-        message, session, endpoint, slots = announced
-        peer = self._peers.get(session)
-        if peer is None:
-            return self._fall_back(room, "peer differs")
-        if prompt_len != message.prompt_len:
-            return self._fall_back(room, "prompt lengths differ")
-        entry = self.store.open(room, message.generation, prompt_len)
+        reason = self._obstacle(announced, prompt_len)
+        entry = None if reason else self._open_entry(announced.message)
+        with self._lock:
+            if self._announced.pop(room, None) is not announced:
+                # Released in between: D has given the slots up, so it is no stock transfer either.
+                reason = "released"
+            elif entry is not None:
+                self._rooms[room] = self._make_room(announced, entry)
+                return True
+        if entry is not None:
+            for _ in ("scheduler", "push thread"):
+                self.store.release(entry)
+            self.store.drop(room, announced.message.generation)
+        return self._fall_back(room, reason or "prefill store full")
+
+    def _obstacle(self, announced: _Announced, prompt_len: int) -> str | None:
+        """Why an announced room cannot be SmartGen's, if it cannot."""
+        if announced.peer is None:
+            return "peer differs"
+        if prompt_len != announced.message.prompt_len:
+            return "prompt lengths differ"
+        if announced.message.room in self._rooms:
+            return "room still pushes"  # a client used its number again
+        return None
+
+    def _open_entry(self, message: OpenRoom) -> StoreEntry | None:
+        """A store entry held by scheduler and push thread; None when there is no room for it."""
+        room, generation, prompt_len = message.room, message.generation, message.prompt_len
+        entry = self.store.open(room, generation, prompt_len, users=2)
         if entry is None and self._drop_forgotten():
-            entry = self.store.open(room, message.generation, prompt_len)
-        if entry is None:
-            return self._fall_back(room, "prefill store full")
-        for _ in ("scheduler", "push thread"):
-            self.store.acquire(room, message.generation)
+            entry = self.store.open(room, generation, prompt_len, users=2)
+        return entry
+
+    def _make_room(self, announced: _Announced, entry: StoreEntry) -> _Room:
+        message, peer = announced.message, announced.peer
+        assert peer is not None
         layers = self.facts.geometry.layers
-        blocks = min(message.blocks_per_layer, prompt_len)
+        blocks = min(message.blocks_per_layer, message.prompt_len)
         plan = PushPlan.sequential(
-            prompt_len=prompt_len,
+            prompt_len=message.prompt_len,
             layers=layers,
             blocks=blocks,
             proactive_blocks=clip_proactive_blocks(message.proactive_blocks, layers, blocks),
         )
-        push = PushRoom(
-            entry=entry,
-            plan=plan,
-            peer=peer,
-            reply=endpoint,
-            slots=slots,
-            row=message.row,
-            with_metadata=message.metadata,
-            keep=message.keep and plan.tokens() < layers * prompt_len,
-            is_live=lambda: self._outcome.live(room),
+        session = peer.registration.session
+        return _Room(
+            PushRoom(
+                entry=entry,
+                plan=plan,
+                peer=peer,
+                reply=announced.endpoint,
+                slots=announced.slots,
+                row=message.row,
+                with_metadata=message.metadata,
+                keep=message.keep and plan.tokens() < layers * message.prompt_len,
+                is_live=lambda: (
+                    self._peers.get(session) is peer and self._outcome.live(message.room)
+                ),
+            )
         )
-        self._rooms[room] = _Room(push)
-        return True
 
     def _drop_forgotten(self) -> bool:
         """Drop entries that no living decode node can still want; True when there were any."""
@@ -229,9 +281,13 @@ class PrefillSide:
         state = self._rooms.get(room)
         if state is None or not state.scheduler_holds:
             return
-        # Layers whose hook did not fire (there should be none) are swept up here.
-        for layer in range(self.facts.geometry.layers):
+        entry = state.push.entry
+        swept = [layer for layer, stop in enumerate(entry.captured) if stop < entry.prompt_len]
+        for layer in swept:
             self._capture(state, layer, slots)
+        if swept:
+            self.layers_swept += len(swept)
+            logger.warning("room %s: the layer hook missed layers %s", room, swept)
         self._finish(state)
         self.let_go(room)
 
@@ -253,10 +309,14 @@ class PrefillSide:
     def cancel(self, room: int, generation: int | None = None) -> None:
         """End a room early: what is queued is skipped, what is under way is waited for."""
         with self._lock:
-            announced = self._announced.pop(room, None)
+            announced = self._announced.get(room)
+            if announced is not None and generation in (None, announced.message.generation):
+                del self._announced[room]
+            else:
+                announced = None
         if announced is not None:
             # Not a stock transfer either: D has given the slots up.
-            self._outcome.fail(room, "decode gave the request up before its prefill")
+            self._outcome.fail(room, "the request ended before its prefill")
         state = self._rooms.get(room)
         if state is not None and generation in (None, state.push.entry.generation):
             with self._lock:
@@ -278,40 +338,53 @@ class PrefillSide:
         state = self._rooms[room]
         self.bytes_proactive += push.proactive_bytes
         self.bytes_metadata += push.metadata_bytes
-        if push.failure is not None:
-            self._doubt(room, push.entry.generation)
         try:
             self._outcome.pushed(push)
         finally:
-            if push.failure or push.ended_early or not push.keep or not self._outcome.live(room):
+            if push.failure is not None:
+                self._doubt(room, push.entry.generation)
+            if push.failure or push.ended_early or not push.keep:
                 self.store.drop(room, push.entry.generation)
             self.store.release(push.entry)
             with self._lock:
                 state.ended.set()
                 self._forget_if_over(state)
 
-    # Fetch thread ---------------------------------------------------------------------------
+    # Fetch and settle threads ---------------------------------------------------------------
 
     def _doubt(self, room: int, generation: int) -> None:
         self._doubtful.add((room, generation))
 
+    def _settled(self, release: Release) -> bool:
+        """True when no write of this generation can land any more; else the settler takes over."""
+        state = self._room_of(release)
+        key = (release.room, release.generation)
+        if (state is None or state.ended.is_set()) and key not in self._doubtful:
+            return True
+        self._settler.submit(release)
+        return False
+
     def _settle(self, release: Release) -> bool:
-        """True once no write of this room and generation can land any more."""
-        state = self._rooms.get(release.room)
-        if (
-            state is not None
-            and state.push.entry.generation == release.generation
-            and not state.ended.wait(FENCE_SLICE_S)
-        ):
+        """Wait for the room's last write, and fence when one failed; False at the deadline."""
+        state = self._room_of(release)
+        if state is not None and not state.ended.wait(PUSH_TIMEOUT_S):
             return False
         key = (release.room, release.generation)
         peer = self._peers.get(release.session)
         if key in self._doubtful and peer is not None:
             r = peer.registration
-            if not self._transport.fence(r.session, r.scratch, FENCE_SLICE_S):
+            retired = self.fetch_server.retired(r.session)
+            if not self._transport.fence(r.session, r.scratch, FENCE_TIMEOUT_S):
                 return False
-            self._doubtful.discard(key)
+            self.fetch_server.fenced(r.session, retired)
+        self._doubtful.discard(key)
         return True
+
+    def _room_of(self, release: Release) -> _Room | None:
+        with self._lock:
+            state = self._rooms.get(release.room)
+        same = state is not None and state.push.entry.generation == release.generation
+        return state if same else None
 
     def snapshot(self) -> dict[str, Any]:
         """State for `/server_info`."""
@@ -322,6 +395,7 @@ class PrefillSide:
             "bytes_metadata": self.bytes_metadata,
             "bytes_on_demand": self.fetch_server.bytes_on_demand,
             "fetches": self.fetch_server.fetches,
+            "layers_swept": self.layers_swept,
             "fallbacks": dict(self.fallbacks),
             "open_rooms": len(self._rooms),
             "store_rooms": self.store.rooms,

@@ -41,7 +41,7 @@ class SmartGenKVReceiver(MooncakeKVReceiver):
         if len(self.bootstrap_infos) == 1 and not self.bootstrap_infos[0]["is_dummy"]:
             info = self.bootstrap_infos[0]
             peer = Endpoint(info["rank_ip"], int(info["rank_port"]))
-        params = self.request.sampling_params.custom_params or {}
+        params = self.request.sampling_params.custom_params
         return self.kv_mgr.decode.open(
             room=self.bootstrap_room,
             rid=self.request.rid,
@@ -49,5 +49,5 @@ class SmartGenKVReceiver(MooncakeKVReceiver):
             slots=torch.from_numpy(np.asarray(kv_indices, dtype=np.int64)),
             peer=peer,
             bootstrap_addr=self.bootstrap_addr,
-            overrides=params.get(OVERRIDES_KEY),
+            overrides=params.get(OVERRIDES_KEY) if isinstance(params, dict) else None,
         )

@@ -30,11 +30,15 @@ ALLOWED: dict[str, tuple[tuple[object, ...], str]] = {
     "speculative_algorithm": ((None,), "one query a step is selected for"),
     "dllm_algorithm": ((None,), "one query a step is selected for"),
     "page_size": ((None, 1), "the unit of selection is one token"),
+    "tp_size": ((1,), "ranks do not yet agree on failed fetches and freed slots"),
+    "dp_size": ((1,), "ranks do not yet agree on failed fetches and freed slots"),
+    "enable_dp_attention": ((False,), "ranks do not yet agree on failed fetches and freed slots"),
     "pp_size": ((1,), "all layers must be on one rank"),
     "attn_cp_size": ((1,), "a prompt must be on one rank"),
     "dcp_size": ((1,), "a prompt must be on one rank"),
 }
 
+DEFERRED_RELEASE = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
 REFUSED_ENV = {
     "SGLANG_DISAGG_STAGING_BUFFER": "it stages whole chunks",
     "SGLANG_USE_HND_KVCACHE": "a token's row must be contiguous",
@@ -53,6 +57,11 @@ def check_options(view: Any) -> None:
     for name, why in REFUSED_ENV.items():
         if os.environ.get(name, "").lower() in ("1", "true", "yes"):
             raise ConfigError(f"{name} is set; SmartGen needs it unset, since {why}")
+    if os.environ.get(DEFERRED_RELEASE, "").lower() in ("0", "false", "no"):
+        raise ConfigError(
+            f"{DEFERRED_RELEASE} is off; SmartGen needs it on, since it keeps slots from a new "
+            "owner while an aborted transfer drains"
+        )
     if view.disaggregation_mode == "decode":
         _check_decode(view)
 

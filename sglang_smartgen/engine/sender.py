@@ -22,12 +22,14 @@ class SmartGenKVSender(MooncakeKVSender):
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         """Decide between SmartGen and stock for this room, before its first layer runs."""
         super().init(num_kv_indices, aux_index)
-        side = self.kv_mgr.prefill
-        if side.begin(self.bootstrap_room, num_kv_indices):
-            self._smart = True
-            self._slots: list[npt.NDArray[np.int32]] = []
-            self.kv_mgr.aux_indices[self.bootstrap_room] = aux_index
-            self.kv_mgr.hold_drain(self.bootstrap_room)
+        manager, room = self.kv_mgr, self.bootstrap_room
+        # First, since the room's pushes may end (and give these back) as soon as it has begun.
+        manager.aux_indices[room] = aux_index
+        manager.hold_drain(room)
+        self._smart = manager.prefill.begin(room, num_kv_indices)
+        self._slots: list[npt.NDArray[np.int32]] = []
+        if not self._smart:
+            manager.let_drain(room)
 
     def send(
         self,
@@ -61,12 +63,11 @@ class SmartGenKVSender(MooncakeKVSender):
         """Stock clean-up; a room that never finished ends here, one that did stays in the store."""
         failed = self.kv_mgr.request_status.get(self.bootstrap_room) != KVPoll.Success
         super().clear()
-        if self._smart:
-            self.kv_mgr.prefill.let_go(self.bootstrap_room)
         if failed:
             self._end()
+        else:
+            self.kv_mgr.prefill.let_go(self.bootstrap_room)
 
     def _end(self) -> None:
-        if self._smart:
-            self.kv_mgr.prefill.let_go(self.bootstrap_room)
-            self.kv_mgr.prefill.cancel(self.bootstrap_room)
+        self.kv_mgr.prefill.let_go(self.bootstrap_room)
+        self.kv_mgr.prefill.cancel(self.bootstrap_room)

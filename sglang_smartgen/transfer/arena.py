@@ -15,11 +15,10 @@ SLABS = 4
 
 
 class Slab:
-    """One landing area: `offset` in the region, `length` bytes."""
+    """One landing area at byte `offset` of the region."""
 
-    def __init__(self, offset: int, length: int) -> None:
+    def __init__(self, offset: int) -> None:
         self.offset = offset
-        self.length = length
         self.waits_for: set[tuple[int, int]] = set()
 
 
@@ -28,7 +27,7 @@ class Arena:
 
     def __init__(self, slab_bytes: int) -> None:
         self.memory = HostRegion(SLABS * slab_bytes)
-        self._free = [Slab(i * slab_bytes, slab_bytes) for i in range(SLABS)]
+        self._free = [Slab(i * slab_bytes) for i in range(SLABS)]
         self._resting: list[Slab] = []
 
     @property

@@ -57,7 +57,8 @@ class FetchServer:
         self._doubt = doubt
         self._timeout_s = timeout_s
         self._bounce = self._new_bounce(BOUNCE_BYTES)
-        self._retired: list[HostRegion] = []
+        # Bounce buffers of failed writes, by session: late bytes may still be read from them.
+        self._retired: dict[str, list[HostRegion]] = {}
         self.bytes_on_demand = 0
         self.fetches = 0
         self._inbox: queue.SimpleQueue[Fetch | Release | None] = queue.SimpleQueue()
@@ -73,6 +74,16 @@ class FetchServer:
         self._inbox.put(None)
         self._thread.join(self._timeout_s)
 
+    def retired(self, session: str) -> list[HostRegion]:
+        """Buffers that failed writes to this session may still read; ask before a fence."""
+        return list(self._retired.get(session, []))
+
+    def fenced(self, session: str, retired: list[HostRegion]) -> None:
+        """No write reads these buffers any more; one that failed after the fence is not in here."""
+        for bounce in retired:
+            self._retired[session].remove(bounce)
+            self._transport.unregister(bounce.region)
+
     def _run(self) -> None:
         while (message := self._inbox.get()) is not None:
             try:
@@ -86,7 +97,7 @@ class FetchServer:
 
     def _release(self, message: Release) -> None:
         self._store.drop(message.room, message.generation)
-        # Without the promise there is no answer: D keeps its slots and asks again.
+        # Without the promise there is no answer here: D keeps its slots.
         if self._settle(message):
             self._reply(message.reply, Released(message.room, message.generation))
 
@@ -131,8 +142,8 @@ class FetchServer:
         served: list[FetchItem] = []
         sizes = [sum(len(p) for p in item.positions) // 4 * entry_bytes for item, _ in acquired]
         if sum(sizes) > self._bounce.bytes.numel():
-            self._transport.unregister(self._bounce.region)
-            self._bounce = self._new_bounce(sum(sizes))
+            small, self._bounce = self._bounce, self._new_bounce(sum(sizes))
+            self._transport.unregister(small.region)
         at = 0
         for (item, entry), size in zip(acquired, sizes, strict=True):
             if item.arena_offset < 0 or item.arena_offset + size > decode.arena_bytes:
@@ -155,8 +166,7 @@ class FetchServer:
                 failures += [(item.room, f"fetch write failed: {cause}") for item in served]
                 for item in served:
                     self._doubt(item.room, item.generation)
-                # Late bytes may still be read from the bounce buffer: never write to it again.
-                self._retired.append(self._bounce)
+                self._retired.setdefault(decode.session, []).append(self._bounce)
                 self._bounce = self._new_bounce(self._bounce.bytes.numel())
         return failures
 

@@ -60,7 +60,6 @@ class OpenRoom(msgspec.Struct, frozen=True, tag="open"):
     prompt_len: int
     blocks_per_layer: int
     proactive_blocks: int
-    order: str
     metadata: bool  # False: every entry is used, so no selector runs and none is sent
     keep: bool  # False: P drops the entry when the push is done (full, proactive_only)
 
@@ -79,6 +78,13 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
     generation: int
     proactive_bytes: int
     metadata_bytes: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """P to D, before SGLang's Failed status, which carries no reason: why the room failed."""
+
+    room: int
+    cause: str
 
 
 class FetchItem(msgspec.Struct, frozen=True, array_like=True):
@@ -127,7 +133,7 @@ class Released(msgspec.Struct, frozen=True, tag="released"):
 
 
 Message: TypeAlias = (
-    Registration | OpenRoom | Hello | Started | Fetch | FetchDone | Release | Released
+    Registration | OpenRoom | Hello | Started | Failed | Fetch | FetchDone | Release | Released
 )
 
 _encoder = msgspec.msgpack.Encoder()

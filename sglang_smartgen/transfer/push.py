@@ -138,19 +138,18 @@ class PushWorker:
                 return
 
     def _process(self, room: PushRoom, group: list[_Job]) -> None:
-        data: list[Span] = []
-        masks: list[Span] = []
+        load = _Load()
         for layer in sorted({job.layer for job in group if job.layer is not None}):
             if room.failure or room.ended_early or not room.is_live():
                 return
-            self._collect(room, layer, data, masks)
-            if sum(span.length for span in data) >= WRITE_BYTES:
-                self._send(room, data, masks)
-                data, masks = [], []
-        self._send(room, data, masks)
+            self._collect(room, layer, load)
+            if load.proactive_bytes + load.metadata_bytes >= WRITE_BYTES:
+                self._send(room, load)
+                load = _Load()
+        self._send(room, load)
 
-    def _collect(self, room: PushRoom, layer: int, data: list[Span], masks: list[Span]) -> None:
-        """Spans of what `layer` has new: planned blocks, metadata, and the mask of the blocks."""
+    def _collect(self, room: PushRoom, layer: int, load: _Load) -> None:
+        """Add what `layer` has new: planned blocks, metadata, and the mask of the blocks."""
         entry, peer = room.entry, room.peer
         start, stop = room.pushed[layer], entry.captured[layer]
         room.pushed[layer] = stop
@@ -158,15 +157,16 @@ class PushWorker:
         for first, last in room.plan.ranges_within(layer, start, stop):
             for side, bases in enumerate((peer.keys, peer.values)):
                 source = entry.kv[layer, side, first:last].data_ptr()
-                data += spans_for_slots(source, row_bytes, bases[layer], room.slots[first:last])
-            masks.append(
+                wanted = room.slots[first:last]
+                load.data += spans_for_slots(source, row_bytes, bases[layer], wanted)
+            load.masks.append(
                 Span(
                     self._ones.region.address,
                     peer.mask_address(layer, room.row, first),
                     last - first,
                 )
             )
-            room.proactive_bytes += 2 * row_bytes * (last - first)
+            load.proactive_bytes += 2 * row_bytes * (last - first)
         if room.with_metadata and layer >= DENSE_LAYERS:
             first, last = entry.encode(layer, self._selector)
             if first < last:
@@ -174,13 +174,16 @@ class PushWorker:
                 length = peer.registration.metadata_row_bytes
                 source = entry.metadata[sparse, first:last].data_ptr()
                 base = peer.registration.metadata[sparse]
-                data += spans_for_slots(source, length, base, room.slots[first:last])
-                room.metadata_bytes += length * (last - first)
+                load.data += spans_for_slots(source, length, base, room.slots[first:last])
+                load.metadata_bytes += length * (last - first)
 
-    def _send(self, room: PushRoom, data: list[Span], masks: list[Span]) -> None:
-        for spans in (data, masks):
+    def _send(self, room: PushRoom, load: _Load) -> None:
+        for spans in (load.data, load.masks):
             if spans and room.failure is None:
                 self._write(room, spans)
+        if room.failure is None:
+            room.proactive_bytes += load.proactive_bytes
+            room.metadata_bytes += load.metadata_bytes
 
     def _write(self, room: PushRoom, spans: list[Span]) -> None:
         session = room.peer.registration.session
@@ -190,6 +193,15 @@ class PushWorker:
         if state is not WriteState.DONE:
             cause = handle.error or f"not complete after {time.monotonic() - began:.1f} s"
             room.failure = f"push to {session} failed: {cause}"
+
+
+class _Load(msgspec.Struct):
+    """What one write carries, and the masks that follow it."""
+
+    data: list[Span] = []
+    masks: list[Span] = []
+    proactive_bytes: int = 0
+    metadata_bytes: int = 0
 
 
 class _Job(msgspec.Struct):

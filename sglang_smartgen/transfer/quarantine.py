@@ -1,23 +1,38 @@
 """What D holds back until P has promised that nothing of a generation can land any more.
 
 The scheduler thread puts a room in with the action that frees it, and drains on every turn of its
-loop; SGLang's decode thread only marks rooms acknowledged. Nothing blocks. A room leaves by P's
-Released, by P being known dead (a dead process writes nothing), or, so that nothing is held for
-ever, `limit_s` after it went in; the last is logged, since a stopped P may in theory still write.
+loop; SGLang's decode thread only marks rooms acknowledged. A room leaves by P's Released, by P's
+port refusing connections (its process is gone and writes nothing; a silent P proves nothing), or,
+so that nothing is held for ever, `limit_s` after it went in. The last is logged: a P that was cut
+off for so long could in theory still write when it comes back.
 """
 
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable
 
 import msgspec
 
+from sglang_smartgen.transfer.messages import Endpoint
+
 logger = logging.getLogger(__name__)
 
 RESEND_S = 1.0
+
+
+def refuses_connections(endpoint: Endpoint, timeout_s: float = 0.05) -> bool:
+    """True when nothing listens there any more, which only the end of P's process brings about."""
+    try:
+        with socket.create_connection((endpoint.host, endpoint.port), timeout_s):
+            return False
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
 
 
 class Held(msgspec.Struct):
@@ -75,7 +90,8 @@ class Quarantine:
             everyone = list(self._held.values())
         for held in everyone:
             late = now - held.since > self._limit_s
-            if held.acknowledged or held.cannot_write() or late:
+            due = now - held.last_sent > RESEND_S
+            if held.acknowledged or late or (due and held.cannot_write()):
                 if late and not held.acknowledged:
                     logger.warning(
                         "room %s generation %s: prefill did not acknowledge the release within "
@@ -88,7 +104,7 @@ class Quarantine:
                     del self._held[held.room, held.generation]
                 held.free()
                 freed.append((held.room, held.generation))
-            elif now - held.last_sent > RESEND_S:
+            elif due:
                 held.last_sent = now
                 held.resend()
         return freed

@@ -35,7 +35,7 @@ class StoreEntry:
         self.metadata = metadata
         self.captured = [0] * kv.shape[0]
         self.encoded = [0] * metadata.shape[0]
-        self.opened = time.monotonic()
+        self.touched = time.monotonic()
 
     def capture(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor, stop: int) -> bool:
         """Copy tokens `[captured, stop)` of a layer from the pool; True when there were any.
@@ -115,8 +115,13 @@ class PrefillStore:
         per_head = self.selector.metadata_width * self.selector.metadata_dtype.itemsize
         return self.geometry.sparse_layers * self.geometry.kv_heads * per_head
 
-    def open(self, room: int, generation: int, prompt_len: int) -> StoreEntry | None:
-        """A new entry, or None when the budget does not allow it (the room then goes stock)."""
+    def open(
+        self, room: int, generation: int, prompt_len: int, users: int = 0
+    ) -> StoreEntry | None:
+        """A new entry, or None when the budget does not allow it (the room then goes stock).
+
+        It is acquired for `users` from the start: a `drop` may follow at once on another thread.
+        """
         g = self.geometry
         length = self.entry_bytes(prompt_len)
         with self._lock:
@@ -136,7 +141,7 @@ class PrefillStore:
             )
             entry = StoreEntry(room, generation, prompt_len, kv, metadata)
             self._entries[room, generation] = (entry, start, length)
-            self._users[room, generation] = 0
+            self._users[room, generation] = users
             return entry
 
     def acquire(self, room: int, generation: int) -> StoreEntry | None:
@@ -146,7 +151,9 @@ class PrefillStore:
             if key not in self._entries or key in self._dropped:
                 return None
             self._users[key] += 1
-            return self._entries[key][0]
+            entry = self._entries[key][0]
+            entry.touched = time.monotonic()
+            return entry
 
     def release(self, entry: StoreEntry) -> None:
         """Let go of an acquired entry."""
@@ -163,16 +170,11 @@ class PrefillStore:
                 self._dropped.add(key)
                 self._free_if_unused(key)
 
-    def busy(self, room: int, generation: int) -> bool:
-        """True while a thread still reads the entry."""
-        with self._lock:
-            return self._users.get((room, generation), 0) > 0
-
     def older_than(self, seconds: float) -> list[tuple[int, int]]:
-        """Keys of entries opened more than `seconds` ago."""
+        """Keys of entries that nobody has acquired for more than `seconds`."""
         limit = time.monotonic() - seconds
         with self._lock:
-            return [key for key, (entry, _, _) in self._entries.items() if entry.opened < limit]
+            return [key for key, (entry, _, _) in self._entries.items() if entry.touched < limit]
 
     def _free_if_unused(self, key: tuple[int, int]) -> None:
         if key in self._dropped and self._users[key] == 0:

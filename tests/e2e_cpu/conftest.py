@@ -18,7 +18,9 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
+from e2e_cpu.compare import ask
 
+from sglang_smartgen.report.client import Answer
 from sglang_smartgen.report.cluster import Cluster, ClusterError
 from sglang_smartgen.report.model_cache import ensure_model
 from sglang_smartgen.report.prompts import demo_text, load_tokenizer, text_prompt
@@ -90,6 +92,13 @@ def pairs(
     request.config.stash[_PAIRS] = keeper
     yield keeper
     keeper.stop()
+
+
+@pytest.fixture(scope="session")
+def stock(pairs: Pairs, prompts: list[list[int]]) -> list[Answer]:
+    """Stock SGLang's answers under full transfer, with its two best candidates a token."""
+    url = pairs.get(config=None).url
+    return [ask(url, prompt, top_logprobs=2) for prompt in prompts]
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import pytest
 from e2e_cpu.compare import EVERYTHING, ask, ask_together, assert_same_as_stock, finished
@@ -11,18 +10,8 @@ from e2e_cpu.compare import EVERYTHING, ask, ask_together, assert_same_as_stock,
 from sglang_smartgen.report.client import Answer, Client
 from sglang_smartgen.report.cluster import Cluster
 
-if TYPE_CHECKING:
-    from e2e_cpu.conftest import Pairs
-
 exact = pytest.mark.pair(config=EVERYTHING)
 chunked = pytest.mark.pair(config=EVERYTHING, prefill_args=["--chunked-prefill-size", "256"])
-
-
-@pytest.fixture(scope="session")
-def stock(pairs: Pairs, prompts: list[list[int]]) -> list[Answer]:
-    """Stock SGLang's answers under full transfer, with its two best candidates a token."""
-    url = pairs.get(config=None).url
-    return [ask(url, prompt, top_logprobs=2) for prompt in prompts]
 
 
 @pytest.mark.pair(config=None)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
-from e2e_cpu.compare import EVERYTHING, ask, ask_together, finished
+import threading
+from typing import TYPE_CHECKING
 
-from sglang_smartgen.report.client import Client
+import pytest
+from e2e_cpu.compare import EVERYTHING, ask, assert_same_as_stock, finished
+
+from sglang_smartgen.report.client import Answer, Client
 from sglang_smartgen.report.cluster import Cluster
+
+if TYPE_CHECKING:
+    from e2e_cpu.conftest import Pairs
 
 LAYERS, BLOCKS = 30, 1024
 KV_TOKEN_BYTES = 46080  # SmolLM2 in float32
@@ -16,7 +22,8 @@ RATIOS = (0.1, 0.2)
 SHARES = {"full": 1.0, "half": 1 / 2, "dense": 2 / LAYERS}
 
 # The store holds one long prompt, not two.
-hata = pytest.mark.pair(config={"selector": "hata", "store_gb": 0.08})
+HATA = {"selector": "hata", "store_gb": 0.08}
+hata = pytest.mark.pair(config=HATA)
 exact = pytest.mark.pair(config=EVERYTHING)
 SELECTORS = [pytest.param("exact", marks=exact), pytest.param("hata", marks=hata)]
 stock_prefill = pytest.mark.pair(
@@ -35,6 +42,7 @@ def test_transfer_changes_nothing(
         for name, arm in arms.items():
             rid = f"{selector}-{ratio}-{number}-{name}"
             asked = {**arm, "ratio": ratio}
+            cluster.flush_cache()  # a prefix hit sums in another order on P
             answer = ask(cluster.url, prompts[number], 32, smartgen=asked, rid=rid)
             answers[name] = answer.token_ids
             share = finished(cluster, rid)["local_share_at_start"]
@@ -64,27 +72,53 @@ def test_short_prompt_is_stock(cluster: Cluster, prompts: list[list[int]]) -> No
 
 
 @hata
-def test_full_store_falls_back(cluster: Cluster, prompts: list[list[int]]) -> None:
-    """Two prompts that do not fit into the store together: one is sent whole, same tokens."""
-    pair = [prompts[6], prompts[7]]
-    alone = [ask(cluster.url, prompt, 24).token_ids for prompt in pair]
-    cluster.flush_cache()
+def test_full_store_falls_back(
+    stock: list[Answer], cluster: Cluster, prompts: list[list[int]]
+) -> None:
+    """While one long prompt fills the store, the next is sent whole and answered right."""
     before = cluster.smartgen_state("prefill")["fallbacks"].get("prefill store full", 0)
-    together = [answer.token_ids for answer in ask_together(cluster.url, pair, tokens=24)]
+    streams = threading.Event()
+
+    def fill() -> None:
+        Client(cluster.url).generate(
+            prompts[7],
+            max_new_tokens=200,
+            ignore_eos=True,
+            smartgen=ONLY_DENSE,
+            on_text=lambda text: streams.set(),
+        )
+
+    filler = threading.Thread(target=fill)
+    filler.start()
+    assert streams.wait(120)
+    answer = ask(cluster.url, prompts[5], smartgen={"ratio": 1.0}, rid="full-store")
+    filler.join(120)
     assert cluster.smartgen_state("prefill")["fallbacks"]["prefill store full"] == before + 1
-    assert together == alone
+    assert finished(cluster, "full-store")["fallback"] == "full transfer"
+    assert_same_as_stock(
+        cluster.url, prompts[5], answer.token_ids, stock[5], smartgen={"ratio": 1.0}
+    )
+
+
+@pytest.fixture(scope="session")
+def selected(pairs: Pairs, prompts: list[list[int]]) -> list[int]:
+    """What a SmartGen pair with `hata` answers to prompt 4."""
+    cluster = pairs.get(config=HATA)
+    cluster.flush_cache()
+    return ask(cluster.url, prompts[4], 24).token_ids
 
 
 @stock_prefill
-def test_stock_peer_falls_back(cluster: Cluster, prompts: list[list[int]]) -> None:
-    """A P without SmartGen sends everything; D selects all the same."""
-    ask(cluster.url, prompts[4], 16, rid="stock-peer")
+def test_stock_peer_falls_back(
+    selected: list[int], cluster: Cluster, prompts: list[list[int]]
+) -> None:
+    """A P without SmartGen sends everything; D selects all the same, from metadata of its own."""
+    answer = ask(cluster.url, prompts[4], 24, rid="stock-peer")
     record = finished(cluster, "stock-peer")
     assert record["fallback"] == "full transfer"
     assert record["local_share_at_start"] == 1
-    assert record["entries_selected"] > 0
-    state = cluster.smartgen_state("decode")
-    assert state["quarantined_rooms"] == 0
+    assert 0 < record["entries_selected"] < 0.25 * len(prompts[4]) * 3 * (LAYERS - 2) * 23
+    assert answer.token_ids == selected
 
 
 @stock_prefill

@@ -33,12 +33,29 @@ from sglang_smartgen.transfer.push import Peer
 from sglang_smartgen.transfer.region import HostRegion
 from sglang_smartgen.transfer.remote_lane import Ask, RemoteLane, Ticket
 from sglang_smartgen.transfer.store import PrefillStore
+from sglang_smartgen.transfer.transport import Region
 
 LAYERS, HEADS, DIM, TOKENS, ROOMS = 3, 2, 8, 30, (11, 12, 13)
 ROW = 2 * DIM * 4  # bytes of one entry
 ARENA_BYTES, CANARY = 64 * 1024, 0xAB
 P_END, D_END = Endpoint("p", 1), Endpoint("d", 2)
 PATIENCE_S = 30.0  # bound of every wait that is expected to end at once
+
+
+class CountingTransport(FakeTransport):
+    """Knows what is registered: `regions`, in the order of registration."""
+
+    def __init__(self, network: FakeNetwork, session: str) -> None:
+        super().__init__(network, session)
+        self.regions: list[Region] = []
+
+    def register(self, region: Region) -> None:
+        super().register(region)
+        self.regions.append(region)
+
+    def unregister(self, region: Region) -> None:
+        super().unregister(region)
+        self.regions.remove(region)
 
 
 class Bench:
@@ -52,7 +69,7 @@ class Bench:
         arena_bytes: int = ARENA_BYTES,
     ) -> None:
         network = FakeNetwork()
-        self.p, self.d = FakeTransport(network, "p"), FakeTransport(network, "d")
+        self.p, self.d = CountingTransport(network, "p"), FakeTransport(network, "d")
         geometry = KVGeometry(LAYERS, HEADS, DIM, torch.float32)
         selector = ExactSelector(KVShape(LAYERS, HEADS, HEADS, DIM, 1.0))
         self.store = PrefillStore(geometry, selector, 1 << 20)
@@ -139,6 +156,12 @@ class Bench:
             arena[ask.arena_offset : ask.arena_offset + len(packed)] = packed
         return arena
 
+    def nobody_reads(self) -> bool:
+        """True when every entry is freed as soon as it is dropped (which this does)."""
+        for room in ROOMS:
+            self.store.drop(room, 1)
+        return self.store.used_bytes == 0
+
     def untouched(self) -> bool:
         return bool((self.arena.bytes == CANARY).all())
 
@@ -183,15 +206,20 @@ def test_several_rooms_travel_in_one_message_and_one_write(
     bench.close()
     assert torch.equal(bench.arena.bytes, bench.wanted(*asks, layer=layer))
     assert bench.replies.qsize() == 1 and len(bench.p.log) == 1
-    assert not any(bench.store.busy(room, 1) for room in ROOMS)
+    assert bench.nobody_reads()
 
 
 def test_more_than_the_bounce_buffer_holds() -> None:
     bench = Bench(arena_bytes=2 * BOUNCE_BYTES)
     many = torch.arange(BOUNCE_BYTES // ROW + 5) % TOKENS
     small, big = ask(12, [1], [2]), Ask(11, 1, P_END, 4 * ROW, [many, many[:1]])
+    (usual,) = bench.p.regions
+    assert usual.length == BOUNCE_BYTES
     assert bench.fetch(small, big) == {}
     assert torch.equal(bench.arena.bytes, bench.wanted(small, big))
+    (larger,) = bench.p.regions
+    assert larger.length == ROW * (len(many) + 3)
+    assert bench.fetch(big) == {} and bench.p.regions == [larger]  # it stays for the next
     bench.close()
 
 
@@ -216,7 +244,7 @@ def test_nonsense_is_named_and_nothing_is_written(
     failures = bench.fetch(bad, layer=layer)
     assert list(failures) == [bad.room] and part in failures[bad.room]
     assert bench.p.log == [] and bench.untouched()
-    assert not bench.store.busy(11, 1)
+    assert bench.nobody_reads()
 
 
 def test_a_position_that_is_not_captured_yet_is_refused(bench: Bench) -> None:
@@ -300,6 +328,41 @@ def test_late_bytes_of_a_failed_write_are_still_its_own(bench: Bench) -> None:
     bench.p.network.advance(5.0)
     assert torch.equal(bench.arena.bytes, bench.wanted(first, second))
     assert bench.doubted == {(11, 1)}
+
+
+def test_the_buffer_of_a_failed_write_is_kept_until_its_session_is_fenced(bench: Bench) -> None:
+    (first,) = bench.p.regions
+    bench.p.script("d", 1, Fault(FaultKind.FAIL))
+    assert list(bench.fetch(ask())) == [11]
+    _, second = bench.p.regions
+    before_the_fence = bench.server.retired("d")
+    assert [bounce.region for bounce in before_the_fence] == [first]
+    assert bench.server.retired("e") == []
+    # Another write fails while the fence is under way: the fence says nothing about it.
+    bench.p.script("d", 2, Fault(FaultKind.FAIL))
+    assert list(bench.fetch(ask())) == [11]
+    third = bench.p.regions[-1]
+    bench.server.fenced("e", [])
+    assert bench.p.regions == [first, second, third]
+    bench.server.fenced("d", before_the_fence)
+    assert bench.p.regions == [second, third]
+    bench.server.fenced("d", bench.server.retired("d"))
+    assert bench.p.regions == [third] and bench.server.retired("d") == []
+    assert bench.fetch(ask()) == {}
+
+
+def test_a_failed_oversized_fetch_keeps_its_buffer_too() -> None:
+    bench = Bench(arena_bytes=2 * BOUNCE_BYTES)
+    many = torch.arange(BOUNCE_BYTES // ROW + 5) % TOKENS
+    big = Ask(11, 1, P_END, 0, [many, many[:1]])
+    bench.p.script("d", 1, Fault(FaultKind.LATE, delay_s=5.0, spans=0))
+    assert list(bench.fetch(big)) == [11]
+    assert [region.length for region in bench.p.regions] == [ROW * (len(many) + 1)] * 2
+    assert bench.fetch(ask(12, [1], [2], offset=BOUNCE_BYTES + 8 * ROW)) == {}
+    bench.p.network.advance(5.0)
+    both = bench.wanted(big, ask(12, [1], [2], offset=BOUNCE_BYTES + 8 * ROW))
+    assert torch.equal(bench.arena.bytes, both)
+    bench.close()
 
 
 # The lane alone.

@@ -52,6 +52,12 @@ def test_numbers_that_must_be_positive(field: str, value: int) -> None:
     assert sentence.startswith(f"{field} is {value}") and sentence.endswith("; it must be positive")
 
 
+def test_a_store_too_small_for_any_prompt_is_refused() -> None:
+    assert refusal('{"store_gb": 0.0009}') == "store_gb is 0.0009; it must be at least 0.001"
+    assert refusal('{"store_gb": 1e-300}') == "store_gb is 1e-300; it must be at least 0.001"
+    assert load_config('{"store_gb": 0.001}').store_gb == 0.001
+
+
 @pytest.mark.parametrize("value", [0, -1])
 def test_proactive_blocks_must_be_positive_or_left_out(value: int) -> None:
     sentence = refusal(f'{{"proactive_blocks": {value}}}')

@@ -210,6 +210,9 @@ REFUSED: dict[str, tuple[object, str]] = {
     "speculative_algorithm": ("EAGLE", "unset"),
     "dllm_algorithm": ("LowConfidence", "unset"),
     "page_size": (16, "unset or 1"),
+    "tp_size": (2, "1"),
+    "dp_size": (2, "1"),
+    "enable_dp_attention": (True, "False"),
     "pp_size": (2, "1"),
     "attn_cp_size": (2, "1"),
     "dcp_size": (2, "1"),
@@ -230,6 +233,8 @@ def options(**changed: object) -> SimpleNamespace:
         "speculative_algorithm": None,
         "dllm_algorithm": None,
         "page_size": None,
+        "tp_size": 1,
+        "dp_size": 1,
         "pp_size": 1,
         "attn_cp_size": 1,
         "dcp_size": 1,
@@ -241,7 +246,7 @@ def options(**changed: object) -> SimpleNamespace:
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in refusals.REFUSED_ENV:
+    for name in (*refusals.REFUSED_ENV, refusals.DEFERRED_RELEASE):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -271,6 +276,21 @@ def test_a_refused_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str)
     assert refusal(options()).startswith(f"{name} is set; SmartGen needs it unset, since ")
     monkeypatch.setenv(name, "0")
     refusals.check_options(options())
+
+
+@pytest.mark.parametrize("mode", ["decode", "prefill"])
+@pytest.mark.parametrize("value", ["0", "false", "False", "NO"])
+def test_the_deferred_release_must_stay_on(
+    monkeypatch: pytest.MonkeyPatch, mode: str, value: str
+) -> None:
+    view = options(disaggregation_mode=mode)
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE", value)
+    assert refusal(view).startswith(
+        "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE is off; SmartGen needs it on, since "
+    )
+    for on in ("1", "true", ""):
+        monkeypatch.setenv("SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE", on)
+        refusals.check_options(view)
 
 
 def test_a_decode_node_has_its_own_backend_and_no_retraction_backup() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import socket
 from types import SimpleNamespace
 
 import pytest
 
 from sglang_smartgen.transfer import quarantine as module
-from sglang_smartgen.transfer.quarantine import RESEND_S, Quarantine
+from sglang_smartgen.transfer.messages import Endpoint
+from sglang_smartgen.transfer.quarantine import RESEND_S, Quarantine, refuses_connections
 
 LIMIT_S = 60.0
 
@@ -23,6 +25,7 @@ class Bench:
         self.freed: list[int] = []
         self.sent: list[int] = []
         self.dead: set[int] = set()
+        self.asked: list[int] = []
 
     def hold(self, room: int, generation: int = 1) -> None:
         self.rooms.hold(
@@ -30,8 +33,12 @@ class Bench:
             generation,
             free=lambda: self.freed.append(room),
             resend=lambda: self.sent.append(room),
-            cannot_write=lambda: room in self.dead,
+            cannot_write=lambda: self._cannot_write(room),
         )
+
+    def _cannot_write(self, room: int) -> bool:
+        self.asked.append(room)
+        return room in self.dead
 
 
 @pytest.fixture
@@ -85,8 +92,27 @@ def test_a_dead_peer_frees_its_rooms_and_no_others(bench: Bench) -> None:
     bench.hold(7)
     bench.hold(8)
     bench.dead.add(8)
+    bench.now += RESEND_S + 0.01
     assert bench.rooms.drain() == [(8, 1)]
     assert bench.rooms.drain() == [] and bench.freed == [8]
+    assert bench.sent == [7, 8, 7]  # a dead peer is not sent to again
+
+
+def test_a_peer_is_asked_for_only_when_a_resend_is_due(bench: Bench) -> None:
+    """The question may cost a connection attempt, on the scheduler's thread."""
+    bench.hold(7)
+    bench.dead.add(7)
+    bench.now += RESEND_S
+    assert bench.rooms.drain() == [] and bench.asked == []
+    bench.dead.clear()
+    for turn in range(1, 4):
+        bench.now += RESEND_S + 0.01
+        for _ in range(3):
+            assert bench.rooms.drain() == []
+        assert bench.asked == [7] * turn
+    bench.rooms.acknowledge(7, 1)
+    bench.now += RESEND_S + 0.01
+    assert bench.rooms.drain() == [(7, 1)] and bench.asked == [7] * 3
 
 
 def test_the_release_is_sent_again_at_its_interval(bench: Bench) -> None:
@@ -135,7 +161,38 @@ def test_a_free_that_raises_is_not_repeated_and_keeps_nobody_else(bench: Bench) 
     bench.rooms.hold(7, 1, free=broken, resend=lambda: None, cannot_write=lambda: True)
     bench.hold(8)
     bench.dead.add(8)
+    bench.now += RESEND_S + 0.01
     with pytest.raises(RuntimeError, match="pool is broken"):
         bench.rooms.drain()
     assert bench.rooms.drain() == [(8, 1)]
     assert bench.freed == [7, 8]
+
+
+def test_only_a_closed_port_refuses() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = Endpoint("127.0.0.1", server.getsockname()[1])
+        assert not refuses_connections(endpoint, 5.0)
+        server.accept()[0].close()
+        assert not refuses_connections(endpoint, 5.0)  # also behind one that nobody has accepted
+    assert refuses_connections(endpoint, 5.0)
+
+
+def test_a_port_that_does_not_answer_proves_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
+        endpoint = Endpoint("127.0.0.1", server.getsockname()[1])
+        waiting = socket.create_connection(("127.0.0.1", endpoint.port), 5.0)
+        try:
+            # The queue of a listener that never accepts is full: the next one gets no answer.
+            with pytest.raises(TimeoutError):
+                socket.create_connection(("127.0.0.1", endpoint.port), 0.05)
+            assert not refuses_connections(endpoint)
+        finally:
+            waiting.close()
+
+
+def test_an_unreachable_network_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object) -> None:
+        raise OSError(113, "No route to host")
+
+    monkeypatch.setattr(module.socket, "create_connection", unreachable)
+    assert not refuses_connections(Endpoint("192.0.2.1", 9))

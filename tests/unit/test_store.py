@@ -196,15 +196,14 @@ def test_dropped_while_read_is_freed_by_the_last_reader() -> None:
     store = new_store()
     entry = opened(store)
     used = store.used_bytes
-    assert used >= store.entry_bytes(10) and not store.busy(1, 1)
+    assert used >= store.entry_bytes(10)
     assert store.acquire(1, 1) is entry and store.acquire(1, 1) is entry
-    assert store.busy(1, 1)
     store.drop(1, 1)
     assert store.acquire(1, 1) is None
     store.release(entry)
-    assert (store.used_bytes, store.rooms, store.busy(1, 1)) == (used, 1, True)
+    assert (store.used_bytes, store.rooms) == (used, 1)
     store.release(entry)
-    assert (store.used_bytes, store.rooms, store.busy(1, 1)) == (0, 0, False)
+    assert (store.used_bytes, store.rooms) == (0, 0)
 
 
 def test_an_unknown_drop_changes_nothing() -> None:
@@ -221,10 +220,30 @@ def test_an_unknown_drop_changes_nothing() -> None:
     assert store.used_bytes == 0
 
 
-def test_old_entries_are_named() -> None:
+def test_an_entry_may_be_opened_for_its_users() -> None:
+    """A drop right behind `open`, from another thread, must not free what the users will let go."""
     store = new_store()
-    opened(store, 1).opened -= 100
-    opened(store, 2)
+    entry = store.open(1, 1, 10, users=2)
+    assert entry is not None
+    used = store.used_bytes
+    store.drop(1, 1)
+    store.release(entry)
+    assert (store.used_bytes, store.rooms) == (used, 1)
+    store.release(entry)
+    assert (store.used_bytes, store.rooms) == (0, 0)
+
+
+def test_entries_that_nobody_touched_for_long_are_named() -> None:
+    store = new_store()
+    first, second = opened(store, 1), opened(store, 2)
+    opened(store, 3)
+    first.touched -= 100
+    second.touched -= 100
+    assert store.older_than(50) == [(1, 1), (2, 1)]
+    assert store.older_than(150) == []
+    assert store.acquire(2, 1) is second
+    assert store.older_than(50) == [(1, 1)]
+    store.release(second)
     assert store.older_than(50) == [(1, 1)]
 
 

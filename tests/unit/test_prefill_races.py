@@ -1,0 +1,276 @@
+"""However and whenever a room ends on P, it ends once, and its bytes of the store come back."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+
+import pytest
+from prefill_bench import ROOM, SHORT_S, TOKENS, Bench
+
+from sglang_smartgen.engine import prefill_side as module
+from sglang_smartgen.transfer.fake import Fault, FaultKind
+from sglang_smartgen.transfer.messages import Released
+from sglang_smartgen.transfer.push import PushRoom
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.p.release()
+
+
+# Begin against Release.
+
+
+def test_a_release_before_begin_fails_the_room_and_leaves_nothing(bench: Bench) -> None:
+    bench.announce()
+    bench.release()
+    assert bench.reply() == Released(ROOM, 1)
+    # Told to SGLang, so that it sends no stock transfer to slots that D has given up.
+    assert bench.outcome.failed == [(ROOM, "the request ended before its prefill")]
+    assert not bench.side.begin(ROOM, TOKENS)
+    bench.closed()
+    assert bench.outcome.ends.empty()
+
+
+def test_a_release_while_the_entry_is_opened_leaves_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bootstrap and fetch threads were faster, right behind the opening of the entry."""
+    store, original = bench.side.store, bench.side.store.open
+
+    def open_and_release(*args: int, **named: int) -> object:
+        entry = original(*args, **named)
+        assert entry is not None
+        bench.release()
+        assert bench.reply() == Released(ROOM, 1)
+        return entry
+
+    monkeypatch.setattr(store, "open", open_and_release)
+    bench.announce()
+    assert not bench.side.begin(ROOM, TOKENS)
+    assert bench.side.fallbacks == {"released": 1}
+    assert bench.outcome.failed == [(ROOM, "the request ended before its prefill")]
+    bench.closed()
+
+
+def test_an_announcement_replaced_while_the_entry_is_opened(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, original = bench.side.store, bench.side.store.open
+
+    def open_and_replace(*args: int, **named: int) -> object:
+        bench.announce(generation=2)
+        return original(*args, **named)
+
+    monkeypatch.setattr(store, "open", open_and_replace)
+    bench.announce(generation=1)
+    assert not bench.side.begin(ROOM, TOKENS)
+    bench.closed()
+
+
+# Ends before the end.
+
+
+def test_a_cancel_in_mid_prefill_ends_the_room_once(bench: Bench) -> None:
+    bench.begun()
+    bench.layers(stop=100)
+    bench.side.cancel(ROOM)
+    bench.side.cancel(ROOM)
+    push = bench.end()
+    assert push.ended_early == "the request ended before its prefill did"
+    assert push.failure is None
+    # The scheduler may still write to the entry, so its bytes have no new owner yet.
+    bench.wait_for(lambda: bench.side.store.acquire(ROOM, 1) is None)
+    assert bench.side.store.rooms == 1
+    writes = len(bench.p.log)
+    bench.layers()
+    bench.side.let_go(ROOM)
+    bench.closed()
+    assert len(bench.p.log) == writes  # what came after the cancel was not sent
+    assert bench.outcome.failed == [] and bench.replies.empty()
+
+
+def test_a_finish_after_a_cancel_is_harmless(bench: Bench) -> None:
+    bench.begun()
+    bench.layers(0, 1)
+    bench.side.cancel(ROOM)
+    bench.finish()
+    assert bench.end().ended_early is not None
+    bench.closed()
+    bench.finish()
+    bench.side.let_go(ROOM)
+    bench.side.cancel(ROOM)
+    bench.layers()
+    bench.closed()
+
+
+def test_a_cancel_after_finish_does_not_take_the_success_back(bench: Bench) -> None:
+    bench.p.hold()
+    bench.begun()
+    bench.layers()
+    bench.finish()
+    bench.writes_begun(1)
+    bench.side.cancel(ROOM)
+    bench.p.release()
+    push = bench.end()
+    assert (push.failure, push.ended_early) == (None, None)
+    bench.closed(entries=1)
+
+
+def test_an_abort_during_the_push_drops_the_entry(bench: Bench) -> None:
+    def abort(push: PushRoom) -> None:
+        push.ended_early = "the request was aborted on prefill"
+
+    bench.begun()
+    bench.layers(0, 1)
+    bench.outcome.dead.add(ROOM)
+    bench.outcome.on_end = abort
+    bench.finish()
+    bench.end()
+    bench.closed()
+
+
+def test_an_outcome_that_raises_does_not_keep_the_room(bench: Bench) -> None:
+    def broken(_: PushRoom) -> None:
+        raise RuntimeError("status socket is closed")
+
+    bench.outcome.on_end = broken
+    bench.begun(keep=False)
+    bench.layers()
+    bench.finish()
+    bench.end()
+    bench.closed()
+    bench.outcome.on_end = lambda _: None
+    bench.begun(8, keep=False)
+    bench.finish(8)
+    assert bench.end().failure is None  # the thread goes on
+    bench.closed()
+
+
+def test_an_old_generations_cancel_does_not_touch_a_new_announcement(bench: Bench) -> None:
+    bench.announce(generation=1)
+    bench.announce(generation=2)
+    bench.side.cancel(ROOM, 1)
+    bench.release(generation=1)
+    assert bench.reply() == Released(ROOM, 1)
+    assert bench.outcome.failed == []
+    assert bench.side.begin(ROOM, TOKENS)
+    bench.side.cancel(ROOM, 1)  # nor a running room
+    bench.layers()
+    bench.finish()
+    push = bench.end()
+    assert (push.entry.generation, push.ended_early) == (2, None)
+    bench.closed(entries=1)
+    bench.release(generation=1)
+    assert bench.reply() == Released(ROOM, 1)
+    bench.closed(entries=1)
+
+
+def test_a_room_number_is_not_used_again_while_it_still_pushes(bench: Bench) -> None:
+    bench.begun(generation=1)
+    bench.p.hold()
+    bench.layers(0)
+    bench.writes_begun(1)
+    bench.side.let_go(ROOM)
+    bench.side.cancel(ROOM)
+    bench.announce(generation=2)
+    assert not bench.side.begin(ROOM, TOKENS)
+    assert bench.side.fallbacks == {"room still pushes": 1}
+    bench.release(generation=1)
+    with pytest.raises(queue.Empty):
+        bench.replies.get(timeout=SHORT_S)  # the first generation's write is still under way
+    bench.p.release()
+    assert bench.end().entry.generation == 1
+    assert bench.reply() == Released(ROOM, 1)
+    bench.closed()
+    bench.begun(generation=3)
+
+
+def test_a_decode_node_restarted_under_its_session_gets_nothing_old(bench: Bench) -> None:
+    bench.begun()
+    assert bench.add_peer()
+    bench.layers()
+    bench.finish()
+    bench.end()
+    assert bench.p.log == []
+
+
+# Released.
+
+
+def test_released_comes_only_after_the_push_has_ended(bench: Bench) -> None:
+    bench.p.hold()
+    bench.begun()
+    bench.layers(0)
+    bench.writes_begun(1)
+    bench.release()
+    with pytest.raises(queue.Empty):
+        bench.replies.get(timeout=SHORT_S)
+    assert bench.outcome.ends.empty()
+    bench.side.let_go(ROOM)
+    bench.p.release()
+    assert bench.reply() == Released(ROOM, 1)
+    assert bench.end().ended_early is not None
+    bench.closed()
+    assert bench.replies.empty()
+
+
+def test_a_room_that_still_pushes_does_not_delay_the_release_of_another(bench: Bench) -> None:
+    bench.begun(1)
+    bench.finish(1)
+    bench.end()
+    writes = len(bench.p.log)
+    bench.p.hold()
+    bench.begun(2)
+    bench.layers(0, room=2)
+    bench.writes_begun(writes + 1)
+    bench.release(2)
+    bench.release(1)
+    assert bench.reply() == Released(1, 1)
+    bench.side.let_go(2)
+    bench.p.release()
+    assert bench.reply() == Released(2, 1)
+    bench.end()
+    bench.closed()
+
+
+def test_a_failed_push_drops_the_entry_and_is_fenced_before_released(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FENCE_TIMEOUT_S", SHORT_S)
+    bench.p.script("d", 1, Fault(FaultKind.LATE, delay_s=5.0, spans=0))
+    bench.begun()
+    bench.layers()
+    bench.finish()
+    failure = bench.end().failure
+    assert failure is not None and "scripted failure" in failure
+    bench.closed()
+    bench.release()
+    with pytest.raises(queue.Empty):
+        bench.replies.get(timeout=4 * SHORT_S)  # its bytes may still land, and the fence says so
+    bench.network.advance(5.0)
+
+    def answered() -> bool:
+        bench.release()  # D repeats it
+        return not bench.replies.empty()
+
+    bench.wait_for(answered)
+    assert bench.reply() == Released(ROOM, 1)
+    assert bench.side.store.used_bytes == 0
+
+
+def test_a_push_that_never_completes_is_given_up(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PUSH_TIMEOUT_S", SHORT_S)
+    bench = Bench()
+    bench.p.script("d", 1, Fault(FaultKind.NEVER))
+    bench.begun()
+    bench.layers()
+    bench.finish()
+    failure = bench.end().failure
+    assert failure is not None and "not complete after" in failure
+    bench.closed()
