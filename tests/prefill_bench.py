@@ -85,6 +85,7 @@ class Bench:
         values: dict[str, object] = {
             "version": VERSION,
             "session": "d",
+            "epoch": 1,
             "fingerprint": hata().fingerprint(),
             "layers": LAYERS,
             "kv_row_bytes": g.row_bytes,

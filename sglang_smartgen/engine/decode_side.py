@@ -81,7 +81,8 @@ class DecodeSide:
             transport.register(memory.region)
         self.lane = RemoteLane(session, reply, send, config.fetch_timeout_s)
         self.quarantine = Quarantine(QUARANTINE_LIMIT_S)
-        self._generation = time.time_ns() >> 20
+        self._epoch = time.time_ns()
+        self._generation = self._epoch >> 20
         self._rooms: dict[int, DecodeRoom] = {}
         self._by_row: dict[int, DecodeRoom] = {}
         self._smart_peers: set[Endpoint] = set()
@@ -106,6 +107,7 @@ class DecodeSide:
         return Registration(
             version=VERSION,
             session=self._session,
+            epoch=self._epoch,
             fingerprint=self.selector.fingerprint(),
             layers=g.layers,
             kv_row_bytes=g.row_bytes,

@@ -225,6 +225,9 @@ class SmartGenKVManager(MooncakeKVManager):
         if info is None:
             push.ended_early = "the request was cleared while its blocks were pushed"
             return
+        if min(push.pushed) < push.entry.prompt_len:
+            push.ended_early = "its blocks were not all pushed"
+            return
         try:
             table = self.decode_kv_args_table[session]
             if self.send_aux(info, aux_index, table.dst_aux_ptrs) != 0:

@@ -228,7 +228,7 @@ class PrefillSide:
                 with_metadata=message.metadata,
                 keep=message.keep and plan.tokens() < layers * message.prompt_len,
                 is_live=lambda: (
-                    self._peers.get(session) is peer and self._outcome.live(message.room)
+                    self._peers.get(session) == peer and self._outcome.live(message.room)
                 ),
             )
         )

@@ -31,11 +31,13 @@ class Registration(msgspec.Struct, frozen=True, tag="registration"):
     """D to P, once a P rank: what P must know to write into D. All addresses are D's.
 
     `mask` is int8 [layers, mask_rows, mask_width]; `metadata` holds one address per sparse layer of
-    a pool [slots, kv_heads, metadata_width]; `scratch` are 64 bytes that anyone may overwrite.
+    a pool [slots, kv_heads, metadata_width]; `scratch` are 64 bytes that anyone may overwrite;
+    `epoch` differs from one process to the next, even when session and addresses come back.
     """
 
     version: int
     session: str
+    epoch: int
     fingerprint: str
     layers: int
     kv_row_bytes: int

@@ -140,7 +140,11 @@ class PushWorker:
     def _process(self, room: PushRoom, group: list[_Job]) -> None:
         load = _Load()
         for layer in sorted({job.layer for job in group if job.layer is not None}):
-            if room.failure or room.ended_early or not room.is_live():
+            if room.failure or room.ended_early:
+                return
+            if not room.is_live():
+                # Said here, or the room would pass for pushed.
+                room.ended_early = "the request or its decode node is gone"
                 return
             self._collect(room, layer, load)
             if load.proactive_bytes + load.metadata_bytes >= WRITE_BYTES:

@@ -104,6 +104,7 @@ class Bench:
         return Registration(
             version=VERSION,
             session="d",
+            epoch=1,
             fingerprint="",
             layers=LAYERS,
             kv_row_bytes=HEADS * DIM * 4,

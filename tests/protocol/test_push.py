@@ -80,6 +80,7 @@ class Bench:
         registration = Registration(
             version=VERSION,
             session="d",
+            epoch=1,
             fingerprint="",
             layers=LAYERS,
             kv_row_bytes=self.geometry.row_bytes,

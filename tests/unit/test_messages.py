@@ -39,6 +39,7 @@ BY_TYPE = {
         Registration,
         version=number,
         session=text,
+        epoch=number,
         fingerprint=text,
         layers=number,
         kv_row_bytes=number,

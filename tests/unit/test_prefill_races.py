@@ -191,11 +191,21 @@ def test_a_room_number_is_not_used_again_while_it_still_pushes(bench: Bench) -> 
 
 def test_a_decode_node_restarted_under_its_session_gets_nothing_old(bench: Bench) -> None:
     bench.begun()
+    assert bench.add_peer(epoch=2)
+    bench.layers()
+    bench.finish()
+    assert bench.end().ended_early is not None
+    assert bench.p.log == []
+
+
+def test_a_decode_node_that_registers_again_goes_on(bench: Bench) -> None:
+    bench.begun()
     assert bench.add_peer()
     bench.layers()
     bench.finish()
-    bench.end()
-    assert bench.p.log == []
+    push = bench.end()
+    assert (push.failure, push.ended_early) == (None, None)
+    assert min(push.pushed) == TOKENS
 
 
 # Released.
