@@ -208,7 +208,8 @@ class Cluster:
             *("--model-path", self.model, "--host", self.host, "--port", port),
             *("--disaggregation-mode", role, "--disaggregation-transfer-backend", "mooncake"),
             *("--nccl-port", str(self._ports[f"{role} nccl"])),
-            *("--dtype", "float32", "--mem-fraction-static", "0.3"),
+            # The share counts what other processes use; --max-total-tokens sets the pool's size.
+            *("--dtype", "float32", "--mem-fraction-static", "0.7"),
             *("--max-total-tokens", str(self._max_total_tokens), "--max-running-requests", "8"),
             "--skip-server-warmup",
         ]

@@ -16,7 +16,7 @@ def launch(model: Path, *flags: str, config: str = CONFIG) -> subprocess.Complet
     """Start a decode server that must end by itself."""
     command = [sys.executable, "-P", "-m", "sglang_smartgen.launch_server", "--model-path", model]
     command += ["--disaggregation-mode", "decode", "--dtype", "float32"]
-    command += ["--mem-fraction-static", "0.5", "--max-total-tokens", "2000"]
+    command += ["--mem-fraction-static", "0.7", "--max-total-tokens", "2000"]
     command += ["--enable-smartgen", "--smartgen-config", config, *flags]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
