@@ -80,6 +80,7 @@ class Client:
         smartgen: Mapping[str, Any] | None = None,
         rid: str | None = None,
         top_logprobs: int = 0,
+        stream: bool = True,
         on_text: Callable[[str], None] | None = None,
         hang_up_after: int | None = None,
     ) -> Answer:
@@ -87,7 +88,8 @@ class Client:
 
         smartgen: this request's `mode`, `ratio`, `proactive_blocks`. on_text gets every new piece
         of text. hang_up_after: close the connection after so many tokens. top_logprobs: number of
-        candidates a token; such a request is not streamed.
+        candidates a token; such a request is not streamed, nor is one with `stream` False, and an
+        answer that was not streamed has no token_times.
         """
         request = request_body(
             prompt,
@@ -96,6 +98,7 @@ class Client:
             smartgen=smartgen,
             rid=rid,
             top_logprobs=top_logprobs,
+            stream=stream,
         )
         answer = Answer(rid=rid)
         events = self._events(request)
@@ -112,7 +115,7 @@ class Client:
                 conclude(answer)
         finally:
             events.close()
-        if top_logprobs:
+        if not request["stream"]:
             answer.token_times = []
         return answer
 
@@ -147,7 +150,8 @@ def request_body(
     ignore_eos: bool,
     smartgen: Mapping[str, Any] | None,
     rid: str | None,
-    top_logprobs: int,
+    top_logprobs: int = 0,
+    stream: bool = True,
 ) -> dict[str, Any]:
     """The JSON of one greedy /generate request."""
     sampling: dict[str, Any] = {
@@ -157,7 +161,7 @@ def request_body(
     }
     if smartgen is not None:
         sampling["custom_params"] = {"smartgen": dict(smartgen)}
-    body: dict[str, Any] = {"sampling_params": sampling, "stream": not top_logprobs}
+    body: dict[str, Any] = {"sampling_params": sampling, "stream": stream and not top_logprobs}
     if isinstance(prompt, str):
         body["text"] = prompt
     else:

@@ -17,7 +17,9 @@ NEAR_TIE = 1e-3  # a gap between stock's two best logits that summation order ma
 
 def ask(url: str, prompt: Sequence[int], tokens: int = TOKENS, **named: Any) -> Answer:
     """One greedy answer of exactly `tokens` tokens; fails the test when it is not whole."""
-    answer = Client(url).generate(prompt, max_new_tokens=tokens, ignore_eos=True, **named)
+    answer = Client(url).generate(
+        prompt, max_new_tokens=tokens, ignore_eos=True, stream=False, **named
+    )
     assert answer.error is None, answer.error
     assert len(answer.token_ids) == tokens
     return answer

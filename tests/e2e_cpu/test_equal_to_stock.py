@@ -37,13 +37,13 @@ def test_batch_of_four(stock: list[Answer], cluster: Cluster, prompts: list[list
 @exact
 def test_prefix_hit(stock: list[Answer], cluster: Cluster, prompts: list[list[int]]) -> None:
     """The first half of the prompt is in P's radix cache."""
-    for prompt, reference in list(zip(prompts, stock, strict=True))[-2:]:
-        cluster.flush_cache()
-        half = len(prompt) // 2
-        Client(cluster.url).generate(prompt[:half], max_new_tokens=1)
-        answer = ask(cluster.url, prompt)
-        assert half - 1 <= answer.cached_tokens < len(prompt) - 1
-        assert_same_as_stock(cluster.url, prompt, answer.token_ids, reference)
+    prompt, reference = prompts[-1], stock[-1]
+    cluster.flush_cache()
+    half = len(prompt) // 2
+    Client(cluster.url).generate(prompt[:half], max_new_tokens=1)
+    answer = ask(cluster.url, prompt)
+    assert half - 1 <= answer.cached_tokens < len(prompt) - 1
+    assert_same_as_stock(cluster.url, prompt, answer.token_ids, reference)
 
 
 @chunked
