@@ -85,7 +85,7 @@ def test_a_server_that_dies_at_start_gives_one_sentence_and_its_log(tmp_path: Pa
 
 
 def test_a_server_that_never_answers(tmp_path: Path) -> None:
-    script = "import time; print('loading'); time.sleep(600)"
+    script = "import time; print('loading', flush=True); time.sleep(600)"
     cluster = StandIns(tmp_path, {"prefill": script}, start_timeout_s=3)
     with pytest.raises(ClusterError, match="the prefill server does not answer 3 s") as failure:
         cluster.start()
