@@ -24,6 +24,18 @@ COMMANDS = {
         "sglang_smartgen.report.demo",
         "start prefill and decode on this machine and compare SmartGen with stock SGLang",
     ),
+    "calibrate": Command(
+        "sglang_smartgen.calibrate.run",
+        "make a selector's artifact from a model and text, once per model",
+    ),
+    "profile": Command(
+        "sglang_smartgen.report.profile",
+        "record what requests select and how long they prefill, once per model and selector",
+    ),
+    "bench": Command(
+        "sglang_smartgen.report.bench",
+        "measure one part of SmartGen on this machine, two arms side by side",
+    ),
 }
 
 
@@ -60,12 +72,13 @@ def _parser(argv: list[str]) -> tuple[argparse.ArgumentParser, dict[str, Any]]:
 
 def _user_errors() -> tuple[type[Exception], ...]:
     """What a user can put right; the text is one sentence. Imported only when a command failed."""
+    from sglang_smartgen.calibrate.errors import CalibrationError
     from sglang_smartgen.config import ConfigError
     from sglang_smartgen.report.client import RequestError
     from sglang_smartgen.report.cluster import ClusterError
     from sglang_smartgen.report.model_cache import ModelCacheError
 
-    return ConfigError, ClusterError, ModelCacheError, RequestError
+    return CalibrationError, ConfigError, ClusterError, ModelCacheError, RequestError
 
 
 def _terminate(number: int, frame: object) -> None:

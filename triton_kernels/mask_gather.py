@@ -9,11 +9,11 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sglang_smartgen.triton_kernels import _dispatch
 from sglang_smartgen.triton_kernels._dispatch import (
     block_size,
-    check_device,
     check_index,
-    describe,
+    mask_of_heads,
     use_triton,
 )
 
@@ -26,21 +26,14 @@ def mask_gather(mask: Tensor, index: Tensor) -> Tensor:
     Raises ValueError for wrong shapes, dtypes or devices.
     """
     check_index(index)
+    mask = mask_of_heads(mask, index)
     batch, heads, k = index.shape
-    fits = mask.shape[:-1] in ((batch,), (batch, heads))
-    if mask.dtype != torch.int8 or not fits:
-        raise ValueError(
-            f"mask is {describe(mask)}; it must be int8 [{batch}, N] or [{batch}, {heads}, N]"
-        )
-    check_device("mask", mask, index)
-    if mask.dim() == 2:
-        mask = mask.unsqueeze(1).expand(-1, heads, -1)
     if index.numel() == 0 or mask.shape[-1] == 0:
         return torch.zeros_like(index, dtype=torch.int8)
     if not use_triton(index):
         return _cpu_path(mask, index)
     index = index.contiguous()
-    out = torch.empty_like(index, dtype=torch.int8)
+    out = _dispatch.allocate(index.shape, torch.int8, index.device)
     block = block_size(k)
     _mask_gather_kernel[(batch * heads, triton.cdiv(k, block))](
         mask, index, out, heads, k, mask.shape[-1], *mask.stride(), BLOCK=block

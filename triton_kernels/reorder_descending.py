@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sglang_smartgen.triton_kernels import _dispatch
 from sglang_smartgen.triton_kernels._dispatch import (
     LOCAL,
     REMOTE,
@@ -44,7 +45,8 @@ def reorder_descending(index: Tensor, index_mask: Tensor) -> Reordered:
     if not use_triton(index):
         return _cpu_path(index, index_mask)
     index, index_mask = index.contiguous(), index_mask.contiguous()
-    out, order = torch.empty_like(index), torch.empty_like(index)
+    out = _dispatch.allocate(index.shape, torch.int64, index.device)
+    order = _dispatch.allocate(index.shape, torch.int64, index.device)
     _reorder_descending_kernel[(batch * heads,)](
         index, index_mask, out, order, k, LOCAL=LOCAL, REMOTE=REMOTE, BLOCK=block_size(k)
     )

@@ -11,6 +11,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sglang_smartgen.triton_kernels import _dispatch
 from sglang_smartgen.triton_kernels._dispatch import (
     LOCAL,
     REMOTE,
@@ -47,8 +48,8 @@ def split_index(index: Tensor, index_mask: Tensor) -> Lanes:
         local_index, local_count = _compact(entries, values == LOCAL)
         remote_index, remote_count = _compact(entries, values == REMOTE)
         return Lanes(local_index, remote_index, local_count, remote_count)
-    lanes = index.new_empty(2, batch, heads, k)
-    counts = index.new_empty(2, batch, heads)
+    lanes = _dispatch.allocate((2, batch, heads, k), torch.int64, index.device)
+    counts = _dispatch.allocate((2, batch, heads), torch.int64, index.device)
     _split_index_kernel[(batch * heads, 2)](
         index.contiguous(),
         index_mask.contiguous(),
