@@ -1,0 +1,104 @@
+"""What the last queries of a prompt select: importance of this very request, known before decode.
+
+Prefill computes the last queries anyway. Their top-k entries predict what the first decode steps
+select better than any profile (order `observed`). The cost must stay under 2 % of prefill, so there
+is one small matrix product a layer and a partition instead of a sort.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+WINDOW = 32
+"""Queries at the end of a prompt that are looked at."""
+
+PIECE = 1 << 18
+"""Logits that are worked on at once: one megabyte."""
+
+
+def observed_importance(
+    queries: Tensor, keys: Tensor, k: int, scaling: float, first: int | None = None
+) -> Tensor:
+    """Return how often each token is selected by the queries: float32 [n], 0 to w * Hkv.
+
+    queries: [w, Hq, D] post-RoPE, the i-th at position `first + i` (default: the last w tokens).
+    keys: [n, Hkv, D] post-RoPE. A query selects, per KV head, the `k` entries with the largest sum
+    of the group's softmax probabilities among the tokens up to its own position; ties at the edge
+    count all. scaling: of the logits. Any floating dtype; computed in float32. Raises ValueError
+    for shapes that do not fit or `k < 1`.
+    """
+    if k < 1:
+        raise ValueError(f"k is {k}; it must be at least 1")
+    n = keys.shape[0]
+    counts = torch.zeros(n, dtype=torch.float32, device=keys.device)
+    for rows in _masses(queries, keys, scaling, first):
+        if k >= n:
+            counts += (rows > 0).sum(0)
+            continue
+        if rows.is_cuda:
+            edge = rows.topk(k, dim=-1, sorted=False).values.amin(-1)
+        else:
+            # numpy's partition of so few columns is six times as fast as torch's topk.
+            at_edge = np.partition(rows.numpy(), n - k, axis=-1)[:, n - k]
+            edge = torch.from_numpy(np.ascontiguousarray(at_edge))
+        # A query at the start sees fewer than k tokens; none with no weight may pass its edge of 0.
+        edge.clamp_(min=torch.finfo(torch.float32).tiny)
+        counts += (rows >= edge[:, None]).sum(0)
+    return counts
+
+
+def _masses(queries: Tensor, keys: Tensor, scaling: float, first: int | None) -> Iterator[Tensor]:
+    """Yield the group's summed softmax probabilities, float32 [queries, n], in pieces.
+
+    A piece is one KV head and as many queries as stay in the processor's cache; the sizes that are
+    cut into pieces once cost twice the time in one.
+    """
+    w, q_heads, dim = queries.shape
+    n, kv_heads, _ = keys.shape
+    if keys.shape[2] != dim or q_heads % kv_heads:
+        raise ValueError(
+            f"queries is {list(queries.shape)}, keys is {list(keys.shape)}; heads must be a "
+            "multiple and head_dim the same"
+        )
+    first = n - w if first is None else first
+    if not 0 <= first <= n - w:
+        raise ValueError(f"first is {first}; allowed are 0 to {n - w}")
+    group = q_heads // kv_heads
+    by_head = (queries.to(torch.float32) * scaling).view(w, kv_heads, group, dim)
+    columns = torch.arange(n, device=keys.device)
+    step = w if keys.is_cuda else max(1, PIECE // (group * n))
+    for head in range(kv_heads):
+        transposed = keys[:, head].to(torch.float32).T
+        for begin in range(0, w, step):
+            left = by_head[begin : begin + step, head]
+            logits = (left.reshape(-1, dim) @ transposed).view(-1, group, n)
+            # Only tokens after the piece's first query can be hidden from one of its queries.
+            at = first + begin
+            own = torch.arange(at, at + logits.shape[0], device=keys.device)
+            hidden = columns[None, at + 1 :] > own[:, None]
+            logits[..., at + 1 :].masked_fill_(hidden[:, None], -torch.inf)
+            yield logits.softmax(-1).sum(1)
+
+
+def block_means(token_scores: Tensor, bounds: Sequence[int]) -> Tensor:
+    """Return the mean score of the tokens of each block: float32 [..., blocks].
+
+    token_scores: [..., n]; bounds: `core.blocks.block_bounds` of the same n. Blocks differ by a
+    token in size, so a mean compares them, as Equation 1 does. Raises ValueError when the bounds do
+    not end at n.
+    """
+    if not bounds or bounds[-1] != token_scores.shape[-1]:
+        raise ValueError(
+            f"bounds end at {bounds[-1] if bounds else None}; token_scores has "
+            f"{token_scores.shape[-1]} tokens"
+        )
+    edges = torch.tensor(list(bounds), dtype=torch.int64, device=token_scores.device)
+    if len(edges) == edges[-1] + 1:
+        return token_scores.to(torch.float32)  # one token a block
+    total = torch.nn.functional.pad(token_scores.to(torch.float64).cumsum(-1), (1, 0))
+    at = total[..., edges]
+    return ((at[..., 1:] - at[..., :-1]) / (edges[1:] - edges[:-1])).to(torch.float32)
