@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from sglang_smartgen.select.base import KVShape, Selector
+from sglang_smartgen.select.base import Selector
+from sglang_smartgen.select.logits import group_softmax
 
 
 class ExactSelector(Selector):
-    """True top-k. `dtype` is the pool's; the metadata is the keys themselves, width D."""
+    """True top-k. The metadata is the keys themselves, width D in the pool's dtype."""
 
     name: ClassVar[str] = "exact"
 
-    def __init__(self, shape: KVShape, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__(shape)
-        self.metadata_dtype = dtype
-        self.metadata_width = shape.head_dim
+    def prepare(self) -> None:
+        """Set the metadata to the pool's dtype and the whole key."""
+        self.metadata_dtype = self.dtype
+        self.metadata_width = self.shape.head_dim
 
     def fingerprint(self) -> str:
         """Return name, version, dtype and shape."""
-        return f"exact:1:{self.metadata_dtype}:{self.shape}"
+        return f"exact:2:{self.metadata_dtype}:{self.shape}"
 
     def encode(self, layer: int, keys: Tensor, anchor: Tensor | None = None) -> Tensor:
         """Return a copy of `keys` [T, Hkv, D] in the pool's dtype."""
@@ -30,12 +30,6 @@ class ExactSelector(Selector):
         return keys.to(self.metadata_dtype, copy=True)
 
     def score(self, layer: int, query: Tensor, metadata: Tensor) -> Tensor:
-        """Return the softmax of the scaled logits, summed over the query heads of each KV head.
-
-        The group softmax-sum keeps more attention mass at the same k than the maximum or the sum
-        of raw logits, since each query head counts by how much it really attends.
-        """
+        """Return the softmax of the scaled logits, summed over the query heads of each KV head."""
         self._check_score(layer, query, metadata)
-        keys = metadata.float().permute(1, 2, 0)  # [Hkv, D, N]
-        logits = torch.matmul(query.float() * self.shape.scaling, keys)
-        return torch.softmax(logits, dim=-1).sum(dim=1)
+        return group_softmax(query, metadata, self.shape.scaling)

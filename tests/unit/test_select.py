@@ -138,7 +138,7 @@ def test_fingerprint_is_the_same_in_another_process_and_differs_by_what_matters(
     here = make_selector("hata", SHAPE).fingerprint()
     assert run.stdout.strip() == here
     others = {
-        HataSelector(SHAPE, bits=64).fingerprint(),
+        HataSelector(SHAPE, options={"bits": 64}).fingerprint(),
         HataSelector(KVShape(4, 6, 2, 64, 0.125)).fingerprint(),
         make_selector("exact", SHAPE).fingerprint(),
         make_selector("exact", SHAPE, torch.bfloat16).fingerprint(),
@@ -180,10 +180,16 @@ def test_budget_rounds_up_and_stays_inside_the_prompt() -> None:
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda s: make_selector("magic", SHAPE), "selector is 'magic'; allowed are exact, hata"),
+        (
+            lambda s: make_selector("magic", SHAPE),
+            "selector is 'magic'; allowed are exact, hata, infinigen, quest, streaming",
+        ),
         (lambda s: KVShape(1, 5, 2, 8, 1.0), "q_heads is 5; it must be a multiple of kv_heads, 2"),
         (lambda s: KVShape(0, 4, 2, 8, 1.0), "layers is 0; it must be at least 1"),
-        (lambda s: HataSelector(SHAPE, bits=100), "bits is 100; it must be a positive multiple"),
+        (
+            lambda s: HataSelector(SHAPE, options={"bits": 100}),
+            "bits is 100; it must be a positive multiple",
+        ),
         (lambda s: s.encode(3, keys_of(2), keys_of(2)), "layer is 3; allowed are 0 to 2"),
         (
             lambda s: s.encode(0, keys_of(2)[:, :1], None),
