@@ -1,9 +1,11 @@
-"""P's end of the remote lane: gather the asked entries from the store and write them to D's arena.
+"""P's serve thread: what D asks goes first, speculative fill uses the time between.
 
-Owner: one `FetchServer` a prefill rank. SGLang's bootstrap thread receives Fetch and Release
-messages and puts them in the queue, which wakes the one server thread; only that thread reads the
-store for fetches and writes to arenas. Because the queue is served in order, a Release is answered
-after every fetch that came before it has landed, or not at all until it has been fenced.
+Owner: one `FetchServer` a prefill rank, in the scheduler process or in a process of its own (see
+store_server.py). The thread that receives Fetch, Grant and Release puts them in the queue, which
+wakes the one serve thread; only that thread reads the store for fetches and fill and writes to
+arenas. Because the queue is served in order and a slice is
+complete before the next message is taken, a Release is answered after everything that came before
+it has landed, or not at all until it has been fenced.
 """
 
 from __future__ import annotations
@@ -11,43 +13,49 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
 import torch
 
+from sglang_smartgen.transfer.bounce import BounceBuffer
+from sglang_smartgen.transfer.filler import Filler
 from sglang_smartgen.transfer.messages import (
     Endpoint,
     Fetch,
     FetchDone,
     FetchItem,
+    Grant,
     Message,
     Release,
     Released,
 )
 from sglang_smartgen.transfer.push import Peer
 from sglang_smartgen.transfer.region import HostRegion
-from sglang_smartgen.transfer.store import PrefillStore, StoreEntry
+from sglang_smartgen.transfer.store import EntryTable, StoreEntry
 from sglang_smartgen.transfer.transport import Span, Transport, WriteState
 
 logger = logging.getLogger(__name__)
 
 Reply = Callable[[Endpoint, Message], None]
+Served = Fetch | Grant | Release
 BOUNCE_BYTES = 1 << 20
 
 
 class FetchServer:
-    """Answers Fetch and Release messages, one at a time, in the order they came."""
+    """Answers Fetch and Release messages, one at a time, in the order they came, and fills."""
 
     def __init__(
         self,
         transport: Transport,
-        store: PrefillStore,
+        store: EntryTable,
         peer_of: Callable[[str], Peer | None],
         reply: Reply,
         settle: Callable[[Release], bool],
         doubt: Callable[[int, int], None],
         timeout_s: float,
+        busy: Callable[[], bool] = lambda: False,
     ) -> None:
         self._transport = transport
         self._store = store
@@ -56,17 +64,18 @@ class FetchServer:
         self._settle = settle
         self._doubt = doubt
         self._timeout_s = timeout_s
-        self._bounce = self._new_bounce(BOUNCE_BYTES)
-        # Bounce buffers of failed writes, by session: late bytes may still be read from them.
-        self._retired: dict[str, list[HostRegion]] = {}
+        self._bounce = BounceBuffer(transport, BOUNCE_BYTES)
+        self.filler = Filler(transport, store, peer_of, reply, doubt, timeout_s, busy)
         self.bytes_on_demand = 0
         self.fetches = 0
-        self._inbox: queue.SimpleQueue[Fetch | Release | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Served | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="smartgen-fetch", daemon=True)
         self._thread.start()
 
-    def submit(self, message: Fetch | Release) -> None:
+    def submit(self, message: Served) -> None:
         """Queue a message; called by the thread that received it."""
+        if isinstance(message, Fetch):
+            self.filler.pacer.asked(message.session, time.monotonic())
         self._inbox.put(message)
 
     def close(self) -> None:
@@ -76,26 +85,51 @@ class FetchServer:
 
     def retired(self, session: str) -> list[HostRegion]:
         """Buffers that failed writes to this session may still read; ask before a fence."""
-        return list(self._retired.get(session, []))
+        return self._bounce.retired(session) + self.filler.bounce.retired(session)
 
     def fenced(self, session: str, retired: list[HostRegion]) -> None:
         """No write reads these buffers any more; one that failed after the fence is not in here."""
-        for bounce in retired:
-            self._retired[session].remove(bounce)
-            self._transport.unregister(bounce.region)
+        self._bounce.fenced(session, retired)
+        self.filler.bounce.fenced(session, retired)
+
+    def fence(self, session: str, scratch: int, timeout_s: float) -> bool:
+        """Fence a session and free the buffers that only its failed writes kept; see Transport."""
+        retired = self.retired(session)
+        if not self._transport.fence(session, scratch, timeout_s):
+            return False
+        self.fenced(session, retired)
+        return True
 
     def _run(self) -> None:
-        while (message := self._inbox.get()) is not None:
+        while True:
             try:
-                if isinstance(message, Fetch):
-                    self._reply(message.reply, self._answer(message))
-                else:
-                    self._release(message)
-            except Exception:
-                # The asker has a deadline; this thread must outlive any one message.
-                logger.exception("SmartGen %s failed", type(message).__name__)
+                message = self._inbox.get(timeout=self.filler.wait_s())
+            except queue.Empty:
+                if self.filler.wait_s() == 0.0:  # a push may have begun meanwhile
+                    self._guarded(self.filler.send_slice)
+                continue
+            if message is None:
+                return
+            self._guarded(self._handle, message)
+
+    def _guarded(self, action: Callable[..., None], *arguments: Served) -> None:
+        try:
+            action(*arguments)
+        except Exception:
+            # The asker has a deadline; this thread must outlive any one message.
+            logger.exception("SmartGen: serving failed")
+
+    def _handle(self, message: Served) -> None:
+        if isinstance(message, Fetch):
+            self._reply(message.reply, self._answer(message))
+            self.filler.pacer.answered(message.session, message.layer, time.monotonic())
+        elif isinstance(message, Grant):
+            self.filler.grant(message)
+        else:
+            self._release(message)
 
     def _release(self, message: Release) -> None:
+        self.filler.forget(message.room, message.generation)
         self._store.drop(message.room, message.generation)
         # Without the promise there is no answer here: D keeps its slots.
         if self._settle(message):
@@ -139,11 +173,9 @@ class FetchServer:
         entry_bytes = self._store.geometry.entry_bytes
         failures: list[tuple[int, str]] = []
         spans: list[Span] = []
-        served: list[FetchItem] = []
+        served: list[tuple[FetchItem, StoreEntry]] = []
         sizes = [sum(len(p) for p in item.positions) // 4 * entry_bytes for item, _ in acquired]
-        if sum(sizes) > self._bounce.bytes.numel():
-            small, self._bounce = self._bounce, self._new_bounce(sum(sizes))
-            self._transport.unregister(small.region)
+        self._bounce.ensure(sum(sizes))
         at = 0
         for (item, entry), size in zip(acquired, sizes, strict=True):
             if item.arena_offset < 0 or item.arena_offset + size > decode.arena_bytes:
@@ -153,21 +185,22 @@ class FetchServer:
             if problem is not None:
                 failures.append((item.room, problem))
                 continue
-            source = self._bounce.region.address + at
+            source = self._bounce.address + at
             spans.append(Span(source, decode.arena + item.arena_offset, size))
-            served.append(item)
+            served.append((item, entry))
             at += size
         if spans:
             handle = self._transport.write(decode.session, spans)
             if handle.wait(self._timeout_s) is WriteState.DONE:
                 self.bytes_on_demand += sum(span.length for span in spans)
+                for item, entry in served:
+                    _mark(entry, layer, item)
             else:
                 cause = handle.error or f"not complete after {self._timeout_s} s"
-                failures += [(item.room, f"fetch write failed: {cause}") for item in served]
-                for item in served:
+                failures += [(item.room, f"fetch write failed: {cause}") for item, _ in served]
+                for item, _ in served:
                     self._doubt(item.room, item.generation)
-                self._retired.setdefault(decode.session, []).append(self._bounce)
-                self._bounce = self._new_bounce(self._bounce.bytes.numel())
+                self._bounce.retire(decode.session)
         return failures
 
     def _gather(self, entry: StoreEntry, layer: int, item: FetchItem, at: int) -> str | None:
@@ -189,7 +222,10 @@ class FetchServer:
             at += count * g.entry_bytes
         return None
 
-    def _new_bounce(self, length: int) -> HostRegion:
-        bounce = HostRegion(length)
-        self._transport.register(bounce.region)
-        return bounce
+
+def _mark(entry: StoreEntry, layer: int, item: FetchItem) -> None:
+    """What D has fetched, it keeps: it leaves the residual."""
+    for head, packed in enumerate(item.positions):
+        if packed:
+            positions = torch.from_numpy(np.frombuffer(packed, dtype=np.int32).astype(np.int64))
+            entry.residual.mark_entries(layer, head, positions)

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import msgspec
 
 TAG = b"SMARTGEN"
-VERSION = 1
+VERSION = 2
 
 
 class MessageError(ValueError):
@@ -31,8 +31,9 @@ class Registration(msgspec.Struct, frozen=True, tag="registration"):
     """D to P, once a P rank: what P must know to write into D. All addresses are D's.
 
     `mask` is int8 [layers, mask_rows, mask_width]; `metadata` holds one address per sparse layer of
-    a pool [slots, kv_heads, metadata_width]; `scratch` are 64 bytes that anyone may overwrite;
-    `epoch` differs from one process to the next, even when session and addresses come back.
+    a pool [slots, kv_heads, metadata_width]; fetches land in `arena`, speculative bytes in `fill`;
+    `scratch` are 64 bytes that anyone may overwrite; `epoch` differs from one process to the next,
+    even when session and addresses come back.
     """
 
     version: int
@@ -48,6 +49,8 @@ class Registration(msgspec.Struct, frozen=True, tag="registration"):
     metadata_row_bytes: int
     arena: int
     arena_bytes: int
+    fill: int
+    fill_bytes: int
     scratch: int
     tp_size: int
 
@@ -61,25 +64,38 @@ class OpenRoom(msgspec.Struct, frozen=True, tag="open"):
     row: int
     prompt_len: int
     blocks_per_layer: int
-    proactive_blocks: int
+    proactive_blocks: int | None  # None: P computes K_r from its speed and the network's
+    order: str
+    k: int  # entries that a decode step uses of each KV head
+    recording: str  # order `oracle`: name of the recorded selections of this very prompt
     metadata: bool  # False: every entry is used, so no selector runs and none is sent
     keep: bool  # False: P drops the entry when the push is done (full, proactive_only)
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """P to D after a Registration was accepted: the P that listens there speaks SmartGen."""
+    """P to D after a Registration was accepted: the P that listens there speaks SmartGen.
+
+    `serve`: where to send Fetch, Grant and Release from now on; None: there too. A second Hello
+    with another one: what was asked at the first is lost.
+    """
 
     host: str
     port: int
+    serve: Endpoint | None = None
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
-    """P to D, before SGLang's Success: the room starts on partial KV; bytes of the pushes."""
+    """P to D, before SGLang's Success: the room starts on partial KV; bytes of the pushes.
+
+    `prefill_s` is P's compute from the first to the last layer, `left` the entries not on D yet.
+    """
 
     room: int
     generation: int
     proactive_bytes: int
     metadata_bytes: int
+    prefill_s: float
+    left: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -118,6 +134,47 @@ class FetchDone(msgspec.Struct, frozen=True, tag="fetched"):
     failures: list[tuple[int, str]]
 
 
+class GrantItem(msgspec.Struct, frozen=True, array_like=True):
+    """Leave to write `length` bytes of one room's residual to D's arena, from `arena_offset` on."""
+
+    room: int
+    generation: int
+    arena_offset: int
+    length: int
+
+
+class Grant(msgspec.Struct, frozen=True, tag="grant"):
+    """D to P at the start of a decode step: the credit of speculative fill, a range a room.
+
+    paced: send only what fits between D's fetches; else at once, behind the fetches that wait.
+    """
+
+    session: str
+    reply: Endpoint
+    paced: bool
+    items: list[GrantItem]
+
+
+class Filled(msgspec.Struct, frozen=True, tag="filled"):
+    """P to D: `length` bytes at `arena_offset` of a grant hold these entries of the prompt.
+
+    tokens: int32 codes `layer * prompt_len + token`, layers ascending; the bytes begin with their K
+    rows, then their V rows. entries: int32 codes `(layer * prompt_len + token) * kv_heads + head`,
+    layers ascending; their K and V follow side by side, `[n, 2, head_dim]`. `left`: entries that
+    are still to come. `failure`: nothing more will come, and what was granted may still be written
+    to.
+    """
+
+    room: int
+    generation: int
+    arena_offset: int
+    length: int
+    tokens: bytes
+    entries: bytes
+    left: int
+    failure: str | None = None
+
+
 class Release(msgspec.Struct, frozen=True, tag="release"):
     """D to P: this generation is over; nothing may be written for it after the answer."""
 
@@ -135,7 +192,17 @@ class Released(msgspec.Struct, frozen=True, tag="released"):
 
 
 Message: TypeAlias = (
-    Registration | OpenRoom | Hello | Started | Failed | Fetch | FetchDone | Release | Released
+    Registration
+    | OpenRoom
+    | Hello
+    | Started
+    | Failed
+    | Fetch
+    | FetchDone
+    | Grant
+    | Filled
+    | Release
+    | Released
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
-from sglang_smartgen.core.blocks import PushPlan
-from sglang_smartgen.core.geometry import DENSE_LAYERS
+from sglang_smartgen.core.room_plan import RoomPlan
 from sglang_smartgen.select.base import Selector
 from sglang_smartgen.transfer.messages import Endpoint, Registration
 from sglang_smartgen.transfer.region import HostRegion
@@ -60,7 +60,7 @@ class PushRoom:
         self,
         *,
         entry: StoreEntry,
-        plan: PushPlan,
+        plan: RoomPlan,
         peer: Peer,
         reply: Endpoint,
         slots: npt.NDArray[np.int64],
@@ -79,6 +79,9 @@ class PushRoom:
         self.keep = keep
         self.is_live = is_live
         self.pushed = [0] * len(entry.captured)
+        # The prompt's last queries [w, q_heads, head_dim] by layer, for a plan that looks at them.
+        self.queries: dict[int, Tensor] = {}
+        self.prefill_s = 0.0
         self.proactive_bytes = 0
         self.metadata_bytes = 0
         self.failure: str | None = None
@@ -89,9 +92,16 @@ class PushWorker:
     """Sends the planned blocks of every room in the background."""
 
     def __init__(
-        self, transport: Transport, selector: Selector, max_len: int, timeout_s: float
+        self,
+        transport: Transport,
+        selector: Selector,
+        max_len: int,
+        timeout_s: float,
+        on_busy: Callable[[bool], None] = lambda _: None,
     ) -> None:
+        """`on_busy` is told on the push thread when it begins and ends to work."""
         self._transport = transport
+        self._on_busy = on_busy
         self._selector = selector
         self._timeout_s = timeout_s
         # The source of every mask write: a run of LOCAL, registered once.
@@ -99,6 +109,7 @@ class PushWorker:
         self._ones.bytes.fill_(1)
         transport.register(self.ones)
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._working = False
         self._thread = threading.Thread(target=self._run, name="smartgen-push", daemon=True)
         self._thread.start()
 
@@ -115,6 +126,10 @@ class PushWorker:
         """Call `done(room)` on the push thread when everything before it is out or failed."""
         self._jobs.put(_Job(room, None, done))
 
+    def busy(self) -> bool:
+        """Whether something is being pushed: speculative bytes wait for it."""
+        return self._working or not self._jobs.empty()
+
     def close(self) -> None:
         """Stop after the jobs that are queued; at most the deadline of one write."""
         self._jobs.put(None)
@@ -122,7 +137,10 @@ class PushWorker:
 
     def _run(self) -> None:
         while True:
+            if self._jobs.empty():
+                self._work(False)
             jobs = [self._jobs.get()]
+            self._work(True)
             while not self._jobs.empty():
                 jobs.append(self._jobs.get())
             for room, group in _by_room(job for job in jobs if job is not None):
@@ -136,6 +154,11 @@ class PushWorker:
                     _report(job)
             if None in jobs:
                 return
+
+    def _work(self, working: bool) -> None:
+        if working != self._working:
+            self._working = working
+            self._on_busy(working)
 
     def _process(self, room: PushRoom, group: list[_Job]) -> None:
         load = _Load()
@@ -158,7 +181,10 @@ class PushWorker:
         start, stop = room.pushed[layer], entry.captured[layer]
         room.pushed[layer] = stop
         row_bytes = peer.registration.kv_row_bytes
-        for first, last in room.plan.ranges_within(layer, start, stop):
+        queries = room.queries.pop(layer, None)
+        keys = entry.kv[layer, 0, :stop]
+        for first, last in room.plan.ranges(layer, start, stop, queries, keys):
+            entry.residual.mark_tokens(layer, first, last)
             for side, bases in enumerate((peer.keys, peer.values)):
                 source = entry.kv[layer, side, first:last].data_ptr()
                 wanted = room.slots[first:last]
@@ -171,10 +197,10 @@ class PushWorker:
                 )
             )
             load.proactive_bytes += 2 * row_bytes * (last - first)
-        if room.with_metadata and layer >= DENSE_LAYERS:
+        if room.with_metadata and layer in entry.sparse_layers:
             first, last = entry.encode(layer, self._selector)
             if first < last:
-                sparse = layer - DENSE_LAYERS
+                sparse = entry.sparse_layers.index(layer)
                 length = peer.registration.metadata_row_bytes
                 source = entry.metadata[sparse, first:last].data_ptr()
                 base = peer.registration.metadata[sparse]

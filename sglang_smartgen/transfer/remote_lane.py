@@ -95,6 +95,16 @@ class RemoteLane:
                 del ticket.pending[done.sequence]
                 self._changed.notify_all()
 
+    def lost(self, peer: Endpoint, cause: str) -> None:
+        """A P will not answer what it was asked so far: those fetches fail now."""
+        with self._changed:
+            for number, ticket in list(self._open.items()):
+                rooms = ticket.pending[number]
+                if any(ask.peer == peer and ask.room in rooms for ask in ticket.asks):
+                    del self._open[number], ticket.pending[number]
+                    ticket.failures.update(dict.fromkeys(rooms, cause))
+            self._changed.notify_all()
+
     def wait(self, ticket: Ticket) -> dict[int, str]:
         """Wait until every fetch of the ticket is answered or late; failed rooms with their cause.
 

@@ -1,10 +1,11 @@
 """Prefill's host store: a copy of each SmartGen room's KV that outlives the GPU copy.
 
-One shared mapping of `budget_bytes` holds every entry. An entry is laid out `[layers, 2, tokens,
-kv_heads, head_dim]`, so that a token range of K or of V in a layer is contiguous for a push and a
-token's row is contiguous for a fetch; the selector's metadata follows as `[sparse_layers, tokens,
-kv_heads, width]`. The scheduler thread opens and fills entries, the push and fetch threads read
-them, and the last of them to let go frees the range (reference count under the store's lock).
+One mapping of `budget_bytes`, which a server process can map too, holds every entry. An entry is
+laid out `[layers, 2, tokens, kv_heads, head_dim]`, so that a token range of K or of V in a layer is
+contiguous for a push and a token's row is contiguous for a fetch; the selector's metadata follows
+as `[sparse_layers, tokens, kv_heads, width]`. The scheduler thread opens and fills entries, the
+push and fetch threads read them, and the last of them to let go frees the range (reference count
+under the store's lock).
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import time
 import torch
 from torch import Tensor
 
-from sglang_smartgen.core.geometry import DENSE_LAYERS, KVGeometry
+from sglang_smartgen.core.geometry import KVGeometry
 from sglang_smartgen.core.ranges import RangeAllocator
 from sglang_smartgen.select.base import Selector
-from sglang_smartgen.transfer.region import HostRegion
+from sglang_smartgen.transfer.region import SharedRegion
+from sglang_smartgen.transfer.residual import Portion, Residual
 from sglang_smartgen.transfer.transport import Region
 
 
@@ -26,13 +28,22 @@ class StoreEntry:
     """KV and metadata of one room and generation, filled layer by layer and range by range."""
 
     def __init__(
-        self, room: int, generation: int, prompt_len: int, kv: Tensor, metadata: Tensor
+        self,
+        room: int,
+        generation: int,
+        prompt_len: int,
+        kv: Tensor,
+        metadata: Tensor,
+        sparse_layers: tuple[int, ...],
+        residual: Residual,
     ) -> None:
         self.room = room
         self.generation = generation
         self.prompt_len = prompt_len
         self.kv = kv
         self.metadata = metadata
+        self.sparse_layers = sparse_layers
+        self.residual = residual
         self.captured = [0] * kv.shape[0]
         self.encoded = [0] * metadata.shape[0]
         self.touched = time.monotonic()
@@ -55,9 +66,9 @@ class StoreEntry:
 
     def encode(self, layer: int, selector: Selector) -> tuple[int, int]:
         """Encode what is captured of a sparse layer and not yet encoded; the range, maybe empty."""
-        sparse = layer - DENSE_LAYERS
-        if sparse < 0 or self.metadata.shape[-1] == 0:
+        if layer not in self.sparse_layers or self.metadata.shape[-1] == 0:
             return (0, 0)
+        sparse = self.sparse_layers.index(layer)
         start, stop = self.encoded[sparse], self.captured[layer]
         anchor_len = min(selector.anchor_tokens, self.prompt_len)
         if start >= stop or stop < anchor_len:
@@ -76,73 +87,43 @@ class StoreEntry:
         out[:, 0] = self.kv[layer, 0, :, head].index_select(0, positions)
         out[:, 1] = self.kv[layer, 1, :, head].index_select(0, positions)
 
+    def gather_portion(self, portion: Portion, out: Tensor) -> None:
+        """Copy a portion of the residual to the bytes `out`: K of its tokens, V, then entries.
 
-class PrefillStore:
-    """Entries by (room, generation) within a byte budget."""
+        out: uint8 of exactly the portion's size; the layout is that of `messages.Filled`.
+        """
+        layers, _, length, heads, dim = self.kv.shape
+        rows = self.kv.view(layers * 2 * length, heads * dim)
+        typed = out.view(self.kv.dtype)
+        count = portion.tokens.numel()
+        # Code layer * length + token is row (layer * 2 + side) * length + token of `rows`.
+        first = portion.tokens + portion.tokens // length * length
+        whole = typed[: 2 * count * heads * dim].view(2, count, heads * dim)
+        torch.index_select(rows, 0, first, out=whole[0])
+        torch.index_select(rows, 0, first + length, out=whole[1])
+        token = portion.entries // heads
+        single = (token + token // length * length) * heads + portion.entries % heads
+        flat = self.kv.view(-1, dim)
+        rest = typed[2 * count * heads * dim :].view(-1, 2, dim)
+        rest[:, 0] = flat.index_select(0, single)
+        rest[:, 1] = flat.index_select(0, single + length * heads)
 
-    def __init__(self, geometry: KVGeometry, selector: Selector, budget_bytes: int) -> None:
+
+class EntryTable:
+    """Entries by (room, generation), each kept while somebody uses it."""
+
+    def __init__(self, geometry: KVGeometry) -> None:
         self.geometry = geometry
-        self.selector = selector
-        self._memory = HostRegion(budget_bytes)
-        self._ranges = RangeAllocator(budget_bytes)
-        self._entries: dict[tuple[int, int], tuple[StoreEntry, int, int]] = {}
+        self._entries: dict[tuple[int, int], StoreEntry] = {}
         self._users: dict[tuple[int, int], int] = {}
         self._dropped: set[tuple[int, int]] = set()
         self._lock = threading.Lock()
-
-    @property
-    def region(self) -> Region:
-        """The whole store, for registration with a transport that needs it."""
-        return self._memory.region
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes held by entries, dropped ones that are still being read included."""
-        with self._lock:
-            return self._ranges.used
 
     @property
     def rooms(self) -> int:
         """Number of entries that are held."""
         with self._lock:
             return len(self._entries)
-
-    def entry_bytes(self, prompt_len: int) -> int:
-        """Bytes that a prompt of `prompt_len` tokens takes."""
-        return prompt_len * (self.geometry.token_bytes + self._metadata_bytes())
-
-    def _metadata_bytes(self) -> int:
-        per_head = self.selector.metadata_width * self.selector.metadata_dtype.itemsize
-        return self.geometry.sparse_layers * self.geometry.kv_heads * per_head
-
-    def open(
-        self, room: int, generation: int, prompt_len: int, users: int = 0
-    ) -> StoreEntry | None:
-        """A new entry, or None when the budget does not allow it (the room then goes stock).
-
-        It is acquired for `users` from the start: a `drop` may follow at once on another thread.
-        """
-        g = self.geometry
-        length = self.entry_bytes(prompt_len)
-        with self._lock:
-            if (room, generation) in self._entries:
-                return None
-            start = self._ranges.allocate(length)
-            if start is None:
-                return None
-            kv_bytes = prompt_len * g.token_bytes
-            kv = self._memory.tensor(
-                start, (g.layers, 2, prompt_len, g.kv_heads, g.head_dim), g.dtype
-            )
-            metadata = self._memory.tensor(
-                start + kv_bytes,
-                (g.sparse_layers, prompt_len, g.kv_heads, self.selector.metadata_width),
-                self.selector.metadata_dtype,
-            )
-            entry = StoreEntry(room, generation, prompt_len, kv, metadata)
-            self._entries[room, generation] = (entry, start, length)
-            self._users[room, generation] = users
-            return entry
 
     def acquire(self, room: int, generation: int) -> StoreEntry | None:
         """The entry, kept from being freed until `release`; None when there is none (any more)."""
@@ -151,7 +132,7 @@ class PrefillStore:
             if key not in self._entries or key in self._dropped:
                 return None
             self._users[key] += 1
-            entry = self._entries[key][0]
+            entry = self._entries[key]
             entry.touched = time.monotonic()
             return entry
 
@@ -174,11 +155,88 @@ class PrefillStore:
         """Keys of entries that nobody has acquired for more than `seconds`."""
         limit = time.monotonic() - seconds
         with self._lock:
-            return [key for key, (entry, _, _) in self._entries.items() if entry.touched < limit]
+            return [key for key, entry in self._entries.items() if entry.touched < limit]
 
     def _free_if_unused(self, key: tuple[int, int]) -> None:
         if key in self._dropped and self._users[key] == 0:
-            _, start, length = self._entries.pop(key)
-            self._ranges.free(start, length)
+            entry = self._entries.pop(key)
             self._dropped.discard(key)
             del self._users[key]
+            self._freed(entry)
+
+    def _freed(self, entry: StoreEntry) -> None:
+        """Nobody uses the dropped entry any more; called under the lock."""
+        raise NotImplementedError
+
+
+class PrefillStore(EntryTable):
+    """The table that owns the memory: entries within a byte budget."""
+
+    def __init__(self, geometry: KVGeometry, selector: Selector, budget_bytes: int) -> None:
+        super().__init__(geometry)
+        self.selector = selector
+        self.memory = SharedRegion(budget_bytes)
+        self._ranges = RangeAllocator(budget_bytes)
+
+    @property
+    def region(self) -> Region:
+        """The whole store, for registration with a transport that needs it."""
+        return self.memory.region
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes held by entries, dropped ones that are still being read included."""
+        with self._lock:
+            return self._ranges.used
+
+    def entry_bytes(self, prompt_len: int) -> int:
+        """Bytes that a prompt of `prompt_len` tokens takes."""
+        return prompt_len * (self.geometry.token_bytes + self._metadata_bytes())
+
+    def _metadata_bytes(self) -> int:
+        per_head = self.selector.metadata_width * self.selector.metadata_dtype.itemsize
+        return len(self.geometry.sparse_layers) * self.geometry.kv_heads * per_head
+
+    def open(
+        self, room: int, generation: int, prompt_len: int, users: int = 0
+    ) -> StoreEntry | None:
+        """A new entry, or None when the budget does not allow it (the room then goes stock).
+
+        It is acquired for `users` from the start: a `drop` may follow at once on another thread.
+        """
+        g = self.geometry
+        length = self.entry_bytes(prompt_len)
+        with self._lock:
+            if (room, generation) in self._entries:
+                return None
+            start = self._ranges.allocate(length)
+            if start is None:
+                return None
+            kv_bytes = prompt_len * g.token_bytes
+            kv = self.memory.tensor(
+                start, (g.layers, 2, prompt_len, g.kv_heads, g.head_dim), g.dtype
+            )
+            metadata = self.memory.tensor(
+                start + kv_bytes,
+                (len(g.sparse_layers), prompt_len, g.kv_heads, self.selector.metadata_width),
+                self.selector.metadata_dtype,
+            )
+            entry = StoreEntry(
+                room,
+                generation,
+                prompt_len,
+                kv,
+                metadata,
+                g.sparse_layers,
+                Residual(g, prompt_len),
+            )
+            self._entries[room, generation] = entry
+            self._users[room, generation] = users
+            return entry
+
+    def offset(self, entry: StoreEntry) -> int:
+        """Byte of the store where an entry begins."""
+        return entry.kv.data_ptr() - self.memory.region.address
+
+    def _freed(self, entry: StoreEntry) -> None:
+        self._ranges.free(self.offset(entry), self.entry_bytes(entry.prompt_len))

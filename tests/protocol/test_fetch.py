@@ -115,6 +115,8 @@ class Bench:
             metadata_row_bytes=0,
             arena=self.arena.region.address,
             arena_bytes=self.arena.region.length,
+            fill=0,
+            fill_bytes=0,
             scratch=0,
             tp_size=1,
         )
@@ -214,13 +216,14 @@ def test_more_than_the_bounce_buffer_holds() -> None:
     bench = Bench(arena_bytes=2 * BOUNCE_BYTES)
     many = torch.arange(BOUNCE_BYTES // ROW + 5) % TOKENS
     small, big = ask(12, [1], [2]), Ask(11, 1, P_END, 4 * ROW, [many, many[:1]])
-    (usual,) = bench.p.regions
+    usual, fill = bench.p.regions
     assert usual.length == BOUNCE_BYTES
     assert bench.fetch(small, big) == {}
     assert torch.equal(bench.arena.bytes, bench.wanted(small, big))
-    (larger,) = bench.p.regions
+    left, larger = bench.p.regions
+    assert left == fill
     assert larger.length == ROW * (len(many) + 3)
-    assert bench.fetch(big) == {} and bench.p.regions == [larger]  # it stays for the next
+    assert bench.fetch(big) == {} and bench.p.regions == [fill, larger]  # it stays for the next
     bench.close()
 
 
@@ -332,10 +335,10 @@ def test_late_bytes_of_a_failed_write_are_still_its_own(bench: Bench) -> None:
 
 
 def test_the_buffer_of_a_failed_write_is_kept_until_its_session_is_fenced(bench: Bench) -> None:
-    (first,) = bench.p.regions
+    first, fill = bench.p.regions
     bench.p.script("d", 1, Fault(FaultKind.FAIL))
     assert list(bench.fetch(ask())) == [11]
-    _, second = bench.p.regions
+    *_, second = bench.p.regions
     before_the_fence = bench.server.retired("d")
     assert [bounce.region for bounce in before_the_fence] == [first]
     assert bench.server.retired("e") == []
@@ -344,11 +347,11 @@ def test_the_buffer_of_a_failed_write_is_kept_until_its_session_is_fenced(bench:
     assert list(bench.fetch(ask())) == [11]
     third = bench.p.regions[-1]
     bench.server.fenced("e", [])
-    assert bench.p.regions == [first, second, third]
+    assert bench.p.regions == [first, fill, second, third]
     bench.server.fenced("d", before_the_fence)
-    assert bench.p.regions == [second, third]
+    assert bench.p.regions == [fill, second, third]
     bench.server.fenced("d", bench.server.retired("d"))
-    assert bench.p.regions == [third] and bench.server.retired("d") == []
+    assert bench.p.regions == [fill, third] and bench.server.retired("d") == []
     assert bench.fetch(ask()) == {}
 
 
@@ -358,7 +361,8 @@ def test_a_failed_oversized_fetch_keeps_its_buffer_too() -> None:
     big = Ask(11, 1, P_END, 0, [many, many[:1]])
     bench.p.script("d", 1, Fault(FaultKind.LATE, delay_s=5.0, spans=0))
     assert list(bench.fetch(big)) == [11]
-    assert [region.length for region in bench.p.regions] == [ROW * (len(many) + 1)] * 2
+    _, *sizes = [region.length for region in bench.p.regions]  # but for the fill's buffer
+    assert sizes == [ROW * (len(many) + 1)] * 2
     assert bench.fetch(ask(12, [1], [2], offset=BOUNCE_BYTES + 8 * ROW)) == {}
     bench.p.network.advance(5.0)
     both = bench.wanted(big, ask(12, [1], [2], offset=BOUNCE_BYTES + 8 * ROW))

@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_smartgen.core.blocks import PushPlan
 from sglang_smartgen.core.geometry import DENSE_LAYERS, KVGeometry
 from sglang_smartgen.core.mask import LOCAL, REMOTE
+from sglang_smartgen.core.orders import ORDERS
+from sglang_smartgen.core.room_plan import RoomPlan
 from sglang_smartgen.select.base import KVShape
 from sglang_smartgen.select.exact import ExactSelector
 from sglang_smartgen.transfer.fake import FakeNetwork, FakeTransport, Fault, FaultKind
@@ -70,7 +71,7 @@ class Bench:
 
     def room(
         self,
-        plan: PushPlan,
+        plan: RoomPlan,
         *,
         with_metadata: bool = True,
         is_live: Callable[[], bool] = lambda: True,
@@ -91,6 +92,8 @@ class Bench:
             metadata_row_bytes=HEADS * DIM * 4,
             arena=0,
             arena_bytes=0,
+            fill=0,
+            fill_bytes=0,
             scratch=0,
             tp_size=1,
         )
@@ -127,12 +130,12 @@ class Bench:
             assert time.monotonic() < deadline
             time.sleep(0.002)
 
-    def assert_landed(self, plan: PushPlan, *, metadata: bool) -> None:
+    def assert_landed(self, plan: RoomPlan, *, metadata: bool) -> None:
         """D holds exactly the plan: every byte of it, and no other byte has changed."""
         kv, mask = torch.full_like(self.kv, CANARY), torch.full_like(self.mask, CANARY)
         mask[:, ROW, :TOKENS] = REMOTE
         for layer in range(LAYERS):
-            for start, stop in plan.ranges(layer):
+            for start, stop in planned(plan, layer):
                 here, there = self.here[start:stop], torch.from_numpy(self.slots[start:stop])
                 kv[:, layer, there] = self.source[:, layer, here]
                 mask[layer, ROW, start:stop] = LOCAL
@@ -168,17 +171,40 @@ def bench() -> Iterator[Bench]:
     made.worker.close()
 
 
-def sequential(proactive_blocks: int) -> PushPlan:
-    return PushPlan.sequential(
-        prompt_len=TOKENS, layers=LAYERS, blocks=10, proactive_blocks=proactive_blocks
+def make_plan(order: str, k_r: int, seed: int = 0) -> RoomPlan:
+    """Blocks of 4 tokens; the importance is random."""
+    made = torch.Generator().manual_seed(seed)
+    return RoomPlan(
+        KVGeometry(LAYERS, HEADS, DIM, torch.float32),
+        order=order,
+        prompt_len=TOKENS,
+        blocks=10,
+        k_r=k_r,
+        k=4,
+        scaling=1.0,
+        seed=seed,
+        importance=torch.rand((LAYERS, 10), generator=made),
     )
 
 
-SOME = sequential(25)  # layers 0 and 1, and half of layer 2
-blocks = st.tuples(st.integers(0, LAYERS - 1), st.integers(0, 9))
-plans = st.sets(blocks).map(
-    lambda chosen: PushPlan.from_blocks(prompt_len=TOKENS, layers=LAYERS, blocks=10, chosen=chosen)
-)
+def sequential(proactive_blocks: int) -> RoomPlan:
+    return make_plan("sequential", proactive_blocks)
+
+
+def some() -> RoomPlan:
+    """Layers 0 and 1, and half of layer 2."""
+    return sequential(25)
+
+
+def planned(plan: RoomPlan, layer: int) -> list[tuple[int, int]]:
+    """Token ranges of a layer, once everything is decided."""
+    if layer < DENSE_LAYERS:
+        return [(0, TOKENS)]
+    return [(4 * m, 4 * m + 4) for m in plan.chosen[layer].nonzero().flatten().tolist()]
+
+
+def planned_tokens(plan: RoomPlan) -> int:
+    return DENSE_LAYERS * TOKENS + 4 * int(plan.chosen.sum())
 
 
 @pytest.mark.parametrize("blocks", [0, 25, 40])
@@ -188,21 +214,29 @@ def test_planned_blocks_and_all_metadata_land_and_nothing_else(bench: Bench, blo
     bench.end(room)
     assert room.failure is None
     bench.assert_landed(plan, metadata=True)
-    assert room.proactive_bytes == plan.tokens() * 2 * bench.geometry.row_bytes
+    assert room.proactive_bytes == planned_tokens(plan) * 2 * bench.geometry.row_bytes
     assert room.metadata_bytes == (LAYERS - DENSE_LAYERS) * TOKENS * HEADS * DIM * 4
 
 
 def test_without_a_selector_no_metadata_is_sent(bench: Bench) -> None:
-    room = bench.room(SOME, with_metadata=False)
+    room = bench.room(some(), with_metadata=False)
     bench.prefill(room)
     bench.end(room)
     assert (room.failure, room.metadata_bytes) == (None, 0)
-    bench.assert_landed(SOME, metadata=False)
+    bench.assert_landed(room.plan, metadata=False)
 
 
 @settings(deadline=None, max_examples=20)
-@given(plan=plans, stops=st.sets(st.integers(1, TOKENS - 1), max_size=4), seed=st.integers(0, 99))
-def test_any_plan_in_any_chunks_to_any_slots(plan: PushPlan, stops: set[int], seed: int) -> None:
+@given(
+    order=st.sampled_from(ORDERS),
+    k_r=st.integers(0, 40),
+    stops=st.sets(st.integers(1, TOKENS - 1), max_size=4),
+    seed=st.integers(0, 99),
+)
+def test_any_plan_in_any_chunks_to_any_slots(
+    order: str, k_r: int, stops: set[int], seed: int
+) -> None:
+    plan = make_plan(order, k_r, seed)
     slots = np.random.default_rng(seed).permutation(SLOTS)[:TOKENS]
     bench = Bench(slots=slots.tolist())
     room = bench.room(plan)
@@ -211,11 +245,11 @@ def test_any_plan_in_any_chunks_to_any_slots(plan: PushPlan, stops: set[int], se
     bench.worker.close()
     assert room.failure is None
     bench.assert_landed(plan, metadata=True)
-    assert room.proactive_bytes == plan.tokens() * 2 * bench.geometry.row_bytes
+    assert room.proactive_bytes == planned_tokens(plan) * 2 * bench.geometry.row_bytes
 
 
 def test_the_mask_waits_for_the_data(bench: Bench) -> None:
-    room = bench.room(SOME)
+    room = bench.room(some())
     bench.p.hold()
     bench.prefill(room)
     bench.writes_begun(1)
@@ -224,7 +258,7 @@ def test_the_mask_waits_for_the_data(bench: Bench) -> None:
     bench.p.release()
     bench.end(room)
     assert room.failure is None
-    bench.assert_landed(SOME, metadata=True)
+    bench.assert_landed(room.plan, metadata=True)
 
 
 def masks_local(bench: Bench) -> bool:
@@ -242,7 +276,7 @@ def masks_local(bench: Bench) -> bool:
 )
 def test_failed_data_leaves_the_mask_alone_and_is_reported(bench: Bench, fault: Fault) -> None:
     bench.p.script("d", 1, fault)
-    room = bench.room(SOME)
+    room = bench.room(some())
     bench.prefill(room)
     bench.end(room)
     assert room.failure is not None and "scripted failure" in room.failure
@@ -257,7 +291,7 @@ def test_failed_data_leaves_the_mask_alone_and_is_reported(bench: Bench, fault: 
 def test_data_that_is_not_complete_in_time_is_a_failure() -> None:
     bench = Bench(timeout_s=0.05)
     bench.p.script("d", 1, Fault(FaultKind.NEVER))
-    room = bench.room(SOME)
+    room = bench.room(some())
     bench.prefill(room)
     bench.end(room)
     assert room.failure is not None and "not complete after" in room.failure
@@ -267,7 +301,7 @@ def test_data_that_is_not_complete_in_time_is_a_failure() -> None:
 
 def test_a_failed_mask_write_is_reported(bench: Bench) -> None:
     bench.p.script("d", 2, Fault(FaultKind.FAIL))
-    room = bench.room(SOME)
+    room = bench.room(some())
     room.entry.capture(0, bench.here, bench.source[0, 0], bench.source[1, 0], TOKENS)
     bench.worker.layer_ready(room, 0)
     bench.end(room)
@@ -276,21 +310,21 @@ def test_a_failed_mask_write_is_reported(bench: Bench) -> None:
 
 def test_a_transport_that_raises_fails_the_room_and_not_the_thread(bench: Bench) -> None:
     bench.p.alive = False  # write raises TransportError
-    room = bench.room(SOME)
+    room = bench.room(some())
     bench.prefill(room)
     bench.end(room)
     assert room.failure is not None and "closed" in room.failure
     bench.p.alive = True
     bench.store.drop(9, 1)
-    second = bench.room(SOME)
+    second = bench.room(some())
     bench.prefill(second)
     bench.end(second)
     assert second.failure is None
-    bench.assert_landed(SOME, metadata=True)
+    bench.assert_landed(room.plan, metadata=True)
 
 
 def test_a_room_that_is_not_live_is_skipped_and_ends_once(bench: Bench) -> None:
-    room = bench.room(SOME, is_live=lambda: False)
+    room = bench.room(some(), is_live=lambda: False)
     ends: list[PushRoom] = []
     bench.prefill(room)
     bench.worker.finish(room, ends.append)
@@ -320,15 +354,15 @@ def test_a_room_that_dies_under_way_sends_nothing_more(bench: Bench) -> None:
 
 
 def test_an_end_that_raises_does_not_stop_the_thread(bench: Bench) -> None:
-    room = bench.room(SOME)
+    room = bench.room(some())
     bench.worker.finish(room, lambda _: 1 / 0)
     bench.prefill(room)
     bench.end(room)
-    bench.assert_landed(SOME, metadata=True)
+    bench.assert_landed(room.plan, metadata=True)
 
 
 def test_close_finishes_what_is_queued(bench: Bench) -> None:
-    room = bench.room(SOME)
+    room = bench.room(some())
     bench.prefill(room)
     bench.worker.close()
-    bench.assert_landed(SOME, metadata=True)
+    bench.assert_landed(room.plan, metadata=True)

@@ -14,6 +14,9 @@ from sglang_smartgen.transfer.messages import (
     Fetch,
     FetchDone,
     FetchItem,
+    Filled,
+    Grant,
+    GrantItem,
     Hello,
     Message,
     MessageError,
@@ -33,6 +36,8 @@ address = st.integers(0, 2**64 - 1)  # a Mooncake address may be above 2**63
 text = st.text(max_size=12)
 endpoint = st.builds(Endpoint, text, st.integers(0, 65535))
 item = st.builds(FetchItem, number, number, address, st.lists(st.binary(max_size=16), max_size=4))
+grant = st.builds(GrantItem, number, number, address, number)
+packed = st.binary(max_size=16)
 
 BY_TYPE = {
     Registration: st.builds(
@@ -50,6 +55,8 @@ BY_TYPE = {
         metadata_row_bytes=number,
         arena=address,
         arena_bytes=number,
+        fill=address,
+        fill_bytes=number,
         scratch=address,
         tp_size=number,
     ),
@@ -61,15 +68,22 @@ BY_TYPE = {
         row=number,
         prompt_len=number,
         blocks_per_layer=number,
-        proactive_blocks=number,
+        proactive_blocks=st.none() | number,
+        order=text,
+        k=number,
+        recording=text,
         metadata=st.booleans(),
         keep=st.booleans(),
     ),
     Hello: st.builds(Hello, text, st.integers(0, 65535)),
-    Started: st.builds(Started, number, number, number, number),
+    Started: st.builds(Started, number, number, number, number, st.floats(allow_nan=False), number),
     Failed: st.builds(Failed, number, text),
     Fetch: st.builds(Fetch, number, text, endpoint, number, st.lists(item, max_size=3)),
     FetchDone: st.builds(FetchDone, number, st.lists(st.tuples(number, text), max_size=3)),
+    Grant: st.builds(Grant, text, endpoint, st.booleans(), st.lists(grant, max_size=3)),
+    Filled: st.builds(
+        Filled, number, number, address, number, packed, packed, number, st.none() | text
+    ),
     Release: st.builds(Release, number, number, text, endpoint),
     Released: st.builds(Released, number, number),
 }

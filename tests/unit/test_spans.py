@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_smartgen.transfer import mooncake
@@ -99,6 +99,7 @@ def test_checked_spans_drops_empty_and_refuses_negative_ones():
             checked_spans([span])
 
 
+@settings(deadline=None)
 @given(
     lengths=st.lists(
         st.one_of(
