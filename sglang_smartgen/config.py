@@ -13,7 +13,8 @@ CONFIG_ENV = "SGLANG_SMARTGEN_CONFIG"
 MIN_STORE_GB = 0.001
 
 Mode = Literal["smartgen", "full", "partial", "proactive_only"]
-Order = Literal["sequential"]
+Order = Literal["observed", "profile", "sequential", "random", "streaming", "oracle"]
+Credit = Literal["adaptive", "fixed"]
 
 
 class ConfigError(ValueError):
@@ -21,19 +22,32 @@ class ConfigError(ValueError):
 
 
 class SmartGenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of both sides. P reads `selector`, `store_gb` and `fetch_timeout_s`, D the rest.
+    """Settings of both sides. P reads `selector`, `store_gb`, `store_server` and `fetch_timeout_s`,
+    D the rest.
 
     Attributes
     ----------
     mode: what is sent before decode starts; see docs of the modes in the README.
     selector: name of the KV selector (`sglang_smartgen.select.registry`).
+    selector_options: the selector's own settings by name (docs/selectors.md); on both sides alike.
+    artifact: file of `smartgen calibrate` for the selector; on both sides the same one.
     ratio: share of the prompt's entries that a decode step may use, 0 < ratio <= 1.
+    lookahead: choose the entries of a layer from the input of the layer before, so that they are
+        fetched while that layer runs; false = from the layer's own query.
     blocks_per_layer: M, the number of token ranges that a layer is pushed in.
     proactive_blocks: K_r, blocks pushed before decode starts, clipped to [2M, L*M];
-        none = a quarter of all blocks.
-    order: order in which blocks are pushed.
+        none = as many as fit behind the prefill at the measured bandwidth.
+    order: order in which blocks are pushed, and later filled in.
+    profile: file of `smartgen profile` on P: importance of the blocks, and what prefill takes.
+    speculative_ratio: share of all blocks that P may send ahead in a decode step; 0 = no fill.
+    credit: `fixed` grants that share in every step (the paper), `adaptive` as much as fits between
+        the fetches, whatever the share.
+    record: name under which D records what this request selects; one request's setting.
+    recording: name of a recording of the same prompt, for order `oracle`; one request's setting.
     min_prompt_len: prompts shorter than this use SGLang's own full transfer and dense attention.
     store_gb: budget of the prefill store in GiB.
+    store_server: `thread` serves the store inside the scheduler process, `process` in a process of
+        its own, which costs a second transport engine and some 300 MB of memory.
     fetch_timeout_s: seconds that one remote fetch may take before its requests fail; on P, that
         one write of a fetch may take. Set it alike on both.
     transport: name of the transport.
@@ -41,18 +55,31 @@ class SmartGenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     mode: Mode = "smartgen"
     selector: str = "hata"
+    selector_options: dict[str, bool | int | float | str] = msgspec.field(default_factory=dict)
+    artifact: str = ""
     ratio: float = 0.2
+    lookahead: bool = True
     blocks_per_layer: int = 1024
     proactive_blocks: int | None = None
-    order: Order = "sequential"
+    order: Order = "observed"
+    profile: str = ""
+    speculative_ratio: float = 0.1
+    credit: Credit = "adaptive"
+    record: str = ""
+    recording: str = ""
     min_prompt_len: int = 256
     store_gb: float = 4.0
+    store_server: Literal["thread", "process"] = "thread"
     fetch_timeout_s: float = 5.0
     transport: Literal["mooncake"] = "mooncake"
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
             raise ConfigError(f"ratio is {self.ratio}; allowed is 0 < ratio <= 1")
+        if not 0 <= self.speculative_ratio <= 1:
+            raise ConfigError(
+                f"speculative_ratio is {self.speculative_ratio}; allowed is 0 to 1 (0 = off)"
+            )
         for field in ("blocks_per_layer", "min_prompt_len", "store_gb", "fetch_timeout_s"):
             if not getattr(self, field) > 0:
                 raise ConfigError(f"{field} is {getattr(self, field)}; it must be positive")
@@ -70,17 +97,20 @@ class SmartGenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
-    def proactive_blocks_of(self, layers: int) -> int:
-        """K_r for a model of `layers` layers under this mode, before clipping to [2M, L*M]."""
+    def proactive_blocks_of(self, layers: int) -> int | None:
+        """K_r for a model of `layers` layers under this mode, before clipping to [2M, L*M].
+
+        None where it is to be computed.
+        """
         total = layers * self.blocks_per_layer
         if self.mode == "full":
             return total
         if self.mode == "partial":
             return 2 * self.blocks_per_layer
-        return total // 4 if self.proactive_blocks is None else min(self.proactive_blocks, total)
+        return None if self.proactive_blocks is None else min(self.proactive_blocks, total)
 
     def for_request(self, overrides: object) -> SmartGenConfig:
-        """This configuration with one request's `mode`, `ratio` and `proactive_blocks`.
+        """This configuration with one request's own values of the keys PER_REQUEST.
 
         They come from `sampling_params.custom_params["smartgen"]`, so that one pair of servers can
         run the arms of a comparison side by side. Raises ConfigError on anything else.
@@ -95,7 +125,17 @@ class SmartGenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return _convert({**msgspec.to_builtins(self), **overrides})
 
 
-PER_REQUEST = ("mode", "ratio", "proactive_blocks")
+PER_REQUEST = (
+    "mode",
+    "ratio",
+    "lookahead",
+    "proactive_blocks",
+    "order",
+    "speculative_ratio",
+    "credit",
+    "record",
+    "recording",
+)
 
 
 def load_config(source: str) -> SmartGenConfig:

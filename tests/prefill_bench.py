@@ -23,6 +23,7 @@ from sglang_smartgen.transfer.messages import (
 )
 from sglang_smartgen.transfer.push import PushRoom
 from sglang_smartgen.transfer.region import HostRegion
+from sglang_smartgen.transfer.serve_channel import TransportSpec
 
 ROOM, ROW, TOKENS = 7, 2, 150  # longer than hata's anchor of 128 tokens
 D_END = Endpoint("d", 2)
@@ -51,11 +52,21 @@ class ScriptedOutcome:
 
 
 class Bench:
-    """A prefill side at node p; node d is memory of this process. `replies` is what D was told."""
+    """A prefill side at node p; node d is memory of this process. `replies` is what D was told.
 
-    def __init__(self, store_gb: float = 0.001) -> None:
+    session: D's; process: the transport of a server process, which P's store is to be served by.
+    """
+
+    def __init__(
+        self,
+        store_gb: float = 0.001,
+        *,
+        session: str = "d",
+        process: TransportSpec | None = None,
+    ) -> None:
         self.network = FakeNetwork()
-        self.p, self.d = FakeTransport(self.network, "p"), FakeTransport(self.network, "d")
+        self.session = session
+        self.p, self.d = FakeTransport(self.network, "p"), FakeTransport(self.network, session)
         self.here, self.there = SmallRank(1), SmallRank(2)
         self.mask = HostRegion(LAYERS * ROWS * WIDTH)
         self.metadata = HostRegion(
@@ -67,12 +78,15 @@ class Bench:
         self.outcome = ScriptedOutcome()
         self.replies: queue.Queue[Message] = queue.Queue()
         self.side = PrefillSide(
-            config=SmartGenConfig(store_gb=store_gb),
+            config=SmartGenConfig(
+                store_gb=store_gb, store_server="thread" if process is None else "process"
+            ),
             facts=self.here.facts,
             selector=hata(),
             transport=self.p,
             reply=lambda endpoint, message: self.replies.put(message),
             outcome=self.outcome,
+            process_transport=process,
         )
         self.source = self.here.slots(WIDTH, seed=3)  # the request's slots on P
         self.here.facts.req_to_token[ROW] = self.source.to(torch.int32)
@@ -84,7 +98,7 @@ class Bench:
         g = self.there.facts.geometry
         values: dict[str, object] = {
             "version": VERSION,
-            "session": "d",
+            "session": self.session,
             "epoch": 1,
             "fingerprint": hata().fingerprint(),
             "layers": LAYERS,
@@ -92,11 +106,15 @@ class Bench:
             "mask": self.mask.region.address,
             "mask_rows": ROWS,
             "mask_width": WIDTH,
-            "metadata": [self.metadata.region.address + i * step for i in range(g.sparse_layers)],
+            "metadata": [
+                self.metadata.region.address + i * step for i in range(len(g.sparse_layers))
+            ],
             "metadata_row_bytes": step // SLOTS,
             "arena": self.small.region.address,
             "arena_bytes": 4096,
-            "scratch": self.small.region.address + 4096,
+            "fill": self.small.region.address + 4096,
+            "fill_bytes": 2048,
+            "scratch": self.small.region.address + 6144,
             "tp_size": 1,
         }
         return Registration(**(values | changed))  # type: ignore[arg-type]
@@ -112,8 +130,10 @@ class Bench:
         *,
         tokens: int = TOKENS,
         keep: bool = True,
-        proactive_blocks: int = 100,
-        session: str = "d",
+        proactive_blocks: int | None = 100,
+        session: str | None = None,
+        order: str = "sequential",
+        recording: str = "",
     ) -> None:
         message = OpenRoom(
             version=VERSION,
@@ -123,10 +143,13 @@ class Bench:
             prompt_len=tokens,
             blocks_per_layer=50,
             proactive_blocks=proactive_blocks,
+            order=order,
+            k=10,
+            recording=recording,
             metadata=True,
             keep=keep,
         )
-        self.side.announce(message, session, D_END, self.target[:tokens].numpy())
+        self.side.announce(message, session or self.session, D_END, self.target[:tokens].numpy())
 
     def begun(self, room: int = ROOM, generation: int = 1, *, keep: bool = True) -> None:
         self.announce(room, generation, keep=keep)
@@ -136,13 +159,16 @@ class Bench:
         """The forward pass of one chunk, as far as these layers."""
         self.side.set_batch([room])
         for layer in layers or range(LAYERS):
-            self.side.on_layer(layer, torch.tensor([ROW]), [stop])
+            queries = torch.zeros(
+                stop, self.here.facts.shape.q_heads * self.here.facts.shape.head_dim
+            )
+            self.side.on_layer(layer, torch.tensor([ROW]), [stop], [stop], queries)
 
     def finish(self, room: int = ROOM) -> None:
         self.side.finish(room, self.source[:TOKENS])
 
     def release(self, room: int = ROOM, generation: int = 1) -> None:
-        self.side.submit(Release(room, generation, "d", D_END))
+        self.side.submit(Release(room, generation, self.session, D_END))
 
     def end(self) -> PushRoom:
         return self.outcome.ends.get(timeout=PATIENCE_S)

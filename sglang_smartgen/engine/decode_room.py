@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 
 import msgspec
@@ -9,10 +11,14 @@ import torch
 from torch import Tensor
 
 from sglang_smartgen.config import SmartGenConfig
-from sglang_smartgen.core.geometry import DENSE_LAYERS, KVGeometry
+from sglang_smartgen.core import recordings
+from sglang_smartgen.core.geometry import KVGeometry
 from sglang_smartgen.core.mask import LOCAL, REMOTE
 from sglang_smartgen.select.base import budget
 from sglang_smartgen.transfer.messages import Endpoint, Started
+from sglang_smartgen.transfer.residual import Portion
+
+logger = logging.getLogger(__name__)
 
 
 class RoomStats(msgspec.Struct):
@@ -26,6 +32,8 @@ class RoomStats(msgspec.Struct):
     bytes_metadata: int = 0
     bytes_on_demand: int = 0
     bytes_speculative: int = 0
+    steps_until_local: int | None = None
+    prefill_s: float = 0.0
     local_share_at_start: float = 1.0
     entries_selected: int = 0
     entries_fetched: int = 0
@@ -70,11 +78,20 @@ class DecodeRoom:
         self.prompt_len = int(slots.numel())
         self.k = budget(self.prompt_len, config.ratio)
         self.started: Started | None = None
+        self.running = False  # P's writes to slots and mask are complete
+        self.left = 0  # entries that are only on P, as P last counted
+        self.released = False  # a Release was sent: nothing more is wanted of P
+        self.settled = False  # P has promised that nothing of this generation lands any more
         self.failure: str | None = None
         self.layer_is_local = [False] * geometry.layers
         self.held = torch.full(
-            (geometry.sparse_layers, geometry.kv_heads, self.prompt_len), REMOTE, dtype=torch.int8
+            (len(geometry.sparse_layers), geometry.kv_heads, self.prompt_len),
+            REMOTE,
+            dtype=torch.int8,
         )
+        self.counts: Tensor | None = None
+        if config.record:
+            self.counts = torch.zeros(self.held.shape, dtype=torch.int32)
         self.stats = RoomStats(rid, room, config.mode, self.prompt_len)
 
     @property
@@ -82,8 +99,14 @@ class DecodeRoom:
         """True when every entry of the prompt is used, so that no selector runs."""
         return self.k >= self.prompt_len
 
+    @property
+    def all_local(self) -> bool:
+        """True when every entry is here; `left` alone would not notice that a message was lost."""
+        return all(self.status(layer) is None for layer in range(self.geometry.layers))
+
     def commit(self, whole: bool) -> None:
         """P reported success: on partial KV, or with the `whole` KV here."""
+        self.running = True
         if whole:
             self.mask.fill_(LOCAL)
         share = (self.mask == LOCAL).float().mean().item()
@@ -91,17 +114,108 @@ class DecodeRoom:
         if self.started is not None:
             self.stats.bytes_proactive = self.started.proactive_bytes
             self.stats.bytes_metadata = self.started.metadata_bytes
+            self.stats.prefill_s = self.started.prefill_s
+            self.left = self.started.left
+        if not self.left:
+            self.stats.steps_until_local = 0
+
+    def credit_bytes(self, share: int) -> int:
+        """Bytes that P may have in flight in this step; 0: none.
+
+        With credit `adaptive` P sends what fits between the fetches, and `share` is only what the
+        arena has for a room.
+        """
+        config, g = self.config, self.geometry
+        if config.mode != "smartgen" or not config.speculative_ratio or self.failure is not None:
+            return 0
+        if config.credit == "fixed":
+            share = math.ceil(config.speculative_ratio * self.prompt_len * g.token_bytes)
+        # Whole tokens: a smaller range holds nothing, and pieces must keep the dtype's alignment.
+        row = g.kv_heads * g.entry_bytes
+        return min(max(1, share // row) * row, self.left * g.entry_bytes)
+
+    def place(
+        self, portion: Portion, piece: Tensor, left: int, keys: list[Tensor], values: list[Tensor]
+    ) -> None:
+        """Put a portion of the residual into the pool and count it as held.
+
+        piece: its bytes, uint8, laid out as in `messages.Filled`. keys, values: pool buffers
+        [slots, kv_heads, head_dim], one a layer. left: entries that are still on P.
+        """
+        g = self.geometry
+        typed = piece[: portion.count(g.kv_heads) * g.entry_bytes].view(g.dtype)
+        count = portion.tokens.numel()
+        whole = typed[: count * g.kv_heads * 2 * g.head_dim].view(2, count, g.kv_heads, g.head_dim)
+        rest = typed[whole.numel() :].view(-1, 2, g.head_dim)
+        layer_of = portion.tokens // self.prompt_len
+        for layer, start, stop in _runs(layer_of):
+            token = portion.tokens[start:stop] % self.prompt_len
+            slot = self.slots[token]
+            keys[layer].index_copy_(0, slot, whole[0, start:stop])
+            values[layer].index_copy_(0, slot, whole[1, start:stop])
+            self.held[g.sparse_layers.index(layer)][:, token] = LOCAL
+        code = portion.entries // g.kv_heads
+        head = portion.entries % g.kv_heads
+        for layer, start, stop in _runs(code // self.prompt_len):
+            token = code[start:stop] % self.prompt_len
+            slot = self.slots[token]
+            keys[layer][slot, head[start:stop]] = rest[start:stop, 0]
+            values[layer][slot, head[start:stop]] = rest[start:stop, 1]
+            self.held[g.sparse_layers.index(layer)][head[start:stop], token] = LOCAL
+        self.stats.bytes_speculative += portion.count(g.kv_heads) * g.entry_bytes
+        self.left = left
+        if not left:
+            self.stats.steps_until_local = self.stats.steps
+
+    def pushed(self) -> Tensor:
+        """int8 [sparse_layers, prompt_len]: 1 where P's proactive push brought the token."""
+        return (self.mask[list(self.geometry.sparse_layers)] == LOCAL).to(torch.int8)
+
+    def record(self, sparse: int, positions: Tensor) -> None:
+        """Count what a step selects; positions int64 [kv_heads, k], -1 padded at the end."""
+        if self.counts is None:
+            return
+        chosen = positions >= 0
+        self.counts[sparse].scatter_add_(1, positions.clamp(min=0), chosen.to(torch.int32))
 
     def status(self, layer: int) -> Tensor | None:
         """int8 [kv_heads, prompt_len] status of every entry, or None when all are local."""
         if self.layer_is_local[layer]:
             return None
-        status = torch.minimum(self.mask[layer], self.held[layer - DENSE_LAYERS])
+        status = self.mask[layer].expand(self.geometry.kv_heads, -1)
+        if layer in self.geometry.sparse_layers:  # of a dense layer nothing is ever fetched
+            held = self.held[self.geometry.sparse_layers.index(layer)]
+            status = torch.minimum(status, held)
         if bool((status == LOCAL).all()):
             self.layer_is_local[layer] = True
             return None
         return status
 
+    def write_recording(self) -> None:
+        """Write what the request has selected, if it asked for that; a lost one is only logged."""
+        if self.counts is None:
+            return
+        try:
+            recordings.write(
+                self.config.record,
+                counts=self.counts,
+                pushed=self.pushed().numpy(),
+                steps=self.stats.steps,
+                rid=self.rid,
+                prefill_s=self.stats.prefill_s,
+                selector=self.config.selector,
+                ratio=self.config.ratio,
+            )
+        except (OSError, ValueError) as error:
+            logger.warning("recording %s is lost: %s", self.config.record, error)
+
     def fail(self, cause: str) -> None:
         """Remember the first cause; the scheduler hook ends the request with it."""
         self.failure = self.failure or cause
+
+
+def _runs(layers: Tensor) -> list[tuple[int, int, int]]:
+    """(layer, start, stop) of the runs of equal values in ascending int64 [n]."""
+    found, counts = layers.unique_consecutive(return_counts=True)
+    stops = counts.cumsum(0).tolist()
+    return list(zip(found.tolist(), [0, *stops][: len(stops)], stops, strict=True))

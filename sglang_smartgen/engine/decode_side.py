@@ -18,16 +18,18 @@ import torch
 from torch import Tensor
 
 from sglang_smartgen.config import SmartGenConfig
-from sglang_smartgen.core.geometry import DENSE_LAYERS
+from sglang_smartgen.core import recordings
 from sglang_smartgen.core.mask import LOCAL, PADDING, REMOTE
 from sglang_smartgen.engine.decode_room import DecodeRoom
 from sglang_smartgen.engine.model_facts import ModelFacts
 from sglang_smartgen.select.base import Selector
 from sglang_smartgen.transfer.arena import Arena
+from sglang_smartgen.transfer.fill_lane import FILL_BYTES, Credit, FillLane
 from sglang_smartgen.transfer.messages import (
     VERSION,
     Endpoint,
     FetchDone,
+    Filled,
     Hello,
     Message,
     OpenRoom,
@@ -39,6 +41,7 @@ from sglang_smartgen.transfer.messages import (
 from sglang_smartgen.transfer.quarantine import Quarantine, refuses_connections
 from sglang_smartgen.transfer.region import HostRegion
 from sglang_smartgen.transfer.remote_lane import RemoteLane, Send
+from sglang_smartgen.transfer.residual import Portion
 from sglang_smartgen.transfer.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -76,16 +79,24 @@ class DecodeSide:
         self.masks = self._mask_memory.tensor(0, (g.layers, rows, max_len), torch.int8)
         self.metadata = self._metadata_pool(slots)
         self.arena = Arena(slots * g.kv_heads * g.entry_bytes)
+        self.fill = FillLane(session, reply, self._send_to_store, self._place)
         self._scratch = HostRegion(4096)
-        for memory in (self._mask_memory, self._metadata_memory, self.arena.memory, self._scratch):
+        for memory in (
+            self._mask_memory,
+            self._metadata_memory,
+            self.arena.memory,
+            self.fill.memory,
+            self._scratch,
+        ):
             transport.register(memory.region)
-        self.lane = RemoteLane(session, reply, send, config.fetch_timeout_s)
+        self.lane = RemoteLane(session, reply, self._send_to_store, config.fetch_timeout_s)
         self.quarantine = Quarantine(QUARANTINE_LIMIT_S)
         self._epoch = time.time_ns()
         self._generation = self._epoch >> 20
         self._rooms: dict[int, DecodeRoom] = {}
         self._by_row: dict[int, DecodeRoom] = {}
         self._smart_peers: set[Endpoint] = set()
+        self._serve: dict[Endpoint, Endpoint] = {}  # P's bootstrap endpoint -> its store's server
         self._first_seen: dict[Endpoint, float] = {}
         self.finished: deque[dict[str, Any]] = deque(maxlen=FINISHED_KEPT)
         self.rank = rank
@@ -95,7 +106,7 @@ class DecodeSide:
     def _metadata_pool(self, slots: int) -> Tensor:
         """[sparse_layers, slots, kv_heads, width], addressed by the KV pool's own slots."""
         g, s = self.facts.geometry, self.selector
-        shape = (max(1, g.sparse_layers), slots, g.kv_heads, s.metadata_width)
+        shape = (max(1, len(g.sparse_layers)), slots, g.kv_heads, s.metadata_width)
         length = torch.Size(shape).numel() * s.metadata_dtype.itemsize
         self._metadata_memory = HostRegion(max(1, length))
         return self._metadata_memory.tensor(0, shape, s.metadata_dtype)
@@ -114,10 +125,12 @@ class DecodeSide:
             mask=self.masks.data_ptr(),
             mask_rows=rows,
             mask_width=max_len,
-            metadata=[self.metadata[i].data_ptr() for i in range(g.sparse_layers)],
+            metadata=[self.metadata[i].data_ptr() for i in range(len(g.sparse_layers))],
             metadata_row_bytes=self.metadata[0, 0].numel() * self.metadata.itemsize,
             arena=self.arena.region.address,
             arena_bytes=self.arena.region.length,
+            fill=self.fill.region.address,
+            fill_bytes=self.fill.region.length,
             scratch=self._scratch.region.address,
             tp_size=self.facts.tp_size,
         )
@@ -139,6 +152,8 @@ class DecodeSide:
         a full transfer. Raises ConfigError when the request's overrides are not allowed.
         """
         config = self.config.for_request(overrides)
+        if config.record:
+            recordings.check_folder()
         prompt_len = int(slots.numel())
         blocks = min(config.blocks_per_layer, prompt_len)
         if prompt_len < config.min_prompt_len:
@@ -168,6 +183,7 @@ class DecodeSide:
         if peer is None:
             return None
         self._first_seen.setdefault(peer, time.monotonic())
+        k_r = config.proactive_blocks_of(g.layers)
         return OpenRoom(
             version=VERSION,
             room=room,
@@ -176,9 +192,10 @@ class DecodeSide:
             prompt_len=prompt_len,
             blocks_per_layer=blocks,
             # A prompt shorter than M tokens has fewer blocks; the same share of them goes first.
-            proactive_blocks=config.proactive_blocks_of(g.layers)
-            * blocks
-            // config.blocks_per_layer,
+            proactive_blocks=None if k_r is None else k_r * blocks // config.blocks_per_layer,
+            order=config.order,
+            k=state.k,
+            recording=config.recording,
             metadata=not state.selects_all,
             keep=config.mode in ("smartgen", "partial"),
         )
@@ -213,11 +230,11 @@ class DecodeSide:
     def _encode_here(self, state: DecodeRoom) -> None:
         """Metadata of a prompt that came whole: the bytes that a SmartGen P would have sent."""
         anchor_len = min(self.selector.anchor_tokens, state.prompt_len)
-        for layer in range(DENSE_LAYERS, self.facts.geometry.layers):
+        for sparse, layer in enumerate(self.facts.geometry.sparse_layers):
             keys = self.facts.keys[layer].index_select(0, state.slots)
             anchor = keys[:anchor_len] if anchor_len else None
             encoded = self.selector.encode(layer, keys, anchor)
-            self.metadata[layer - DENSE_LAYERS].index_copy_(0, state.slots, encoded)
+            self.metadata[sparse].index_copy_(0, state.slots, encoded)
 
     def on_message(self, message: Message) -> None:
         """A control message of a P arrived (SGLang's decode thread)."""
@@ -230,36 +247,91 @@ class DecodeSide:
                     state.started = message
                     if state.peer is not None:
                         self._smart_peers.add(state.peer)
+            case Filled():
+                self.fill.filled(message)
             case Released(room=room, generation=generation):
+                state = self._rooms.get(room)
+                if state is not None and state.generation == generation:
+                    state.settled = True
                 self.quarantine.acknowledge(room, generation)
-            case Hello(host=host, port=port):
-                self._smart_peers.add(Endpoint(host, port))
+            case Hello(host=host, port=port, serve=serve):
+                self._greeted(Endpoint(host, port), serve or Endpoint(host, port))
             case _:
                 logger.warning("SmartGen: unexpected %s on a decode node", type(message).__name__)
+
+    def _greeted(self, peer: Endpoint, serve: Endpoint) -> None:
+        self._smart_peers.add(peer)
+        before = self._serve.get(peer, serve)
+        self._serve[peer] = serve
+        if before != serve:
+            self.lane.lost(peer, f"the store server at {before.host}:{before.port} has ended")
+
+    def _send_to_store(self, peer: Endpoint, message: Message) -> None:
+        """Fetch, Grant or Release to whoever serves that P's store; before its Hello, to P."""
+        self._send(self._serve.get(peer, peer), message)
+
+    def begin_step(self, rows: list[int]) -> None:
+        """A decode step of these rows begins: grant its credits, let P go where all is here."""
+        credits: list[Credit] = []
+        for row in rows:
+            state = self._by_row.get(row)
+            if state is None or state.started is None or state.peer is None:
+                continue
+            if state.left:
+                most = state.credit_bytes(FILL_BYTES // (2 * len(self._rooms)))
+                if most:
+                    paced = state.config.credit == "adaptive"
+                    credits.append(Credit(state.room, state.generation, state.peer, paced, most))
+            elif not state.released and state.all_local:
+                state.released = True
+                self._send_release(state)
+        if credits:
+            self.fill.grant(credits)
+
+    def _place(
+        self, room: int, generation: int, portion: Portion, piece: Tensor, left: int
+    ) -> None:
+        """Speculative bytes of a room that is still open (fill thread, under the lane's lock)."""
+        state = self._rooms.get(room)
+        if state is not None and state.generation == generation:
+            state.place(portion, piece, left, self.facts.keys, self.facts.values)
+
+    def _send_release(self, state: DecodeRoom) -> None:
+        """Tell P that this generation is over, once; a repeat has no effect."""
+        assert state.peer is not None
+        try:
+            self._send_to_store(
+                state.peer, Release(state.room, state.generation, self._session, self._reply)
+            )
+        except Exception as error:
+            logger.debug("release of room %s: %s", state.room, error)
 
     def release(self, room: int, finish: str, free: Callable[[], None]) -> None:
         """The request is over; run `free` (slots and row) once P can no longer write to them.
 
+        That is at once for a room that runs: P has completed every write to slots and mask, and
+        writes to the arenas only, whose ranges stay with the room until P has let go of it.
         finish: SGLang's finish reason (`stop`, `length`, `abort`) or `retracted`, for the record.
         """
-        state = self._rooms.pop(room, None)
+        state = self._rooms.get(room)
         if state is None:
             free()
             return
+        self.fill.stop(room, state.generation)
+        del self._rooms[room]
         self._record(state, finish)
         del self._by_row[state.row]
+        if state.running:
+            free()
+            free = _nothing
         peer = state.peer
-        if peer is None or self._is_stock(peer):
+        if peer is None or state.settled or self._is_stock(peer):
             self._free(state, free)
             return
-        message = Release(room, state.generation, self._session, self._reply)
 
         def resend() -> None:
-            try:
-                if peer in self._smart_peers:
-                    self._send(peer, message)
-            except Exception as error:
-                logger.debug("release of room %s: %s", room, error)
+            if peer in self._smart_peers:
+                self._send_release(state)
 
         self.quarantine.hold(
             room,
@@ -279,6 +351,7 @@ class DecodeSide:
 
     def _free(self, state: DecodeRoom, free: Callable[[], None]) -> None:
         self.arena.settled(state.room, state.generation)
+        self.fill.settled(state.room, state.generation)
         free()
 
     def _record(self, state: DecodeRoom, finish: str) -> None:
@@ -287,6 +360,8 @@ class DecodeSide:
         record = msgspec.to_builtins(state.stats)
         record |= {"finish": finish, "failure": state.failure}
         self.finished.append(record)
+        if finish != "abort":
+            state.write_recording()
 
     def drain(self) -> None:
         """Free what has left quarantine; the scheduler calls it on every turn of its loop."""
@@ -303,6 +378,11 @@ class DecodeSide:
             "open_rooms": len(self._rooms),
             "quarantined_rooms": len(self.quarantine),
             "quarantined_slabs": self.arena.quarantined,
+            "granted_bytes": self.fill.granted_bytes,
             "fetch_wait_s": self.lane.seconds_waited,
             "finished": list(self.finished),
         }
+
+
+def _nothing() -> None:
+    """The slots are free already."""

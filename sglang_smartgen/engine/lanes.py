@@ -15,19 +15,20 @@ import msgspec
 import torch
 from torch import Tensor
 
-from sglang_smartgen.core.geometry import DENSE_LAYERS
 from sglang_smartgen.core.mask import LOCAL
 from sglang_smartgen.core.split import SplitIndex, split_index
 from sglang_smartgen.engine.decode_room import DecodeRoom
 from sglang_smartgen.engine.decode_side import DecodeSide
 from sglang_smartgen.transfer.arena import Slab
 from sglang_smartgen.transfer.remote_lane import Ask, Ticket
+from sglang_smartgen.triton_kernels import gather_rows
 
 
 class Wanted(msgspec.Struct):
     """What one request of the batch attends to: `positions` int64 [kv_heads, k], ascending.
 
-    absent: bool [kv_heads, k], entries that mode `proactive_only` has evicted; None otherwise.
+    absent: bool [kv_heads, k], what must not be attended to: the -1 at the end of a row for which
+    the selector chose fewer, and what mode `proactive_only` has evicted; None: nothing.
     """
 
     index: int
@@ -36,6 +37,15 @@ class Wanted(msgspec.Struct):
     split: SplitIndex | None = None
     absent: Tensor | None = None
     arena_offset: int = 0
+
+
+class Prepared(msgspec.Struct):
+    """One layer's requests after the split; `asked` when P was asked for what is `remote`."""
+
+    layer: int
+    wanted: list[Wanted]
+    remote: list[Wanted]
+    asked: tuple[Slab, Ticket] | None
 
 
 Gathered = tuple[Wanted, Tensor, Tensor]
@@ -50,20 +60,32 @@ class Lanes:
         self._geometry = side.facts.geometry
 
     def gather(self, layer: int, wanted: list[Wanted]) -> Iterator[Gathered]:
+        """Both phases at once: `prepare`, then `finish`."""
+        return self.finish(self.prepare(layer, wanted))
+
+    def prepare(self, layer: int, wanted: list[Wanted]) -> Prepared:
+        """Split each request's entries by Algorithm 1 and ask for the remote ones; does not wait.
+
+        May run a layer ahead of `finish`. What is local now stays local, and what is remote now is
+        placed by `finish` even if a push brings the same bytes in between.
+        """
+        remote = [want for want in wanted if self._split(layer, want)]
+        return Prepared(layer, wanted, remote, self._ask(layer, remote) if remote else None)
+
+    def finish(self, prepared: Prepared) -> Iterator[Gathered]:
         """Each request with its K and V, [kv_heads, k, head_dim] in the order of its positions.
 
         A room whose fetch failed is marked failed and yields zeros; the scheduler ends its request.
         """
-        remote = [want for want in wanted if self._split(layer, want)]
-        asked = self._ask(layer, remote) if remote else None
-        if asked is None:
-            yield from self._local_lane(layer, wanted)
+        layer, remote = prepared.layer, prepared.remote
+        if prepared.asked is None:
+            yield from self._local_lane(layer, prepared.wanted)
             return
-        slab, ticket = asked
+        slab, ticket = prepared.asked
         if any(want.room.config.mode == "partial" for want in remote):
             # The paper's baseline has no parallel lanes: the fetch first, then the local gather.
             self._side.lane.wait(ticket)
-        gathered = list(self._local_lane(layer, wanted))
+        gathered = list(self._local_lane(layer, prepared.wanted))
         failures = self._side.lane.wait(ticket)
         self._place_all(layer, remote, gathered, failures)
         self._return_slab(slab, remote, failures)
@@ -76,7 +98,8 @@ class Lanes:
     def _split(self, layer: int, want: Wanted) -> bool:
         """Split by Algorithm 1; True when something must be fetched."""
         room = want.room
-        room.stats.entries_selected += want.positions.numel()
+        room.stats.entries_selected += int((want.positions >= 0).sum())
+        room.record(self._geometry.sparse_layers.index(layer), want.positions)
         status = room.status(layer)
         if status is None:
             return False
@@ -84,7 +107,10 @@ class Lanes:
         if not bool(split.remote.any()):
             return False
         if room.config.mode == "proactive_only":
-            want.absent = status.gather(1, want.positions) != LOCAL
+            # A -1 counts as evicted here too.
+            want.absent = (status.gather(1, want.positions.clamp(min=0)) != LOCAL) | (
+                want.positions < 0
+            )
             return False
         want.split = split
         return room.failure is None
@@ -117,18 +143,15 @@ class Lanes:
 
     def _local(self, layer: int, want: Wanted) -> tuple[Tensor, Tensor]:
         """Gather every wanted entry from the pool; remote ones are overwritten when they arrive."""
-        g = self._geometry
         slots = want.room.slots[want.positions]
-        flat = (slots * g.kv_heads + torch.arange(g.kv_heads)[:, None]).reshape(-1)
-        shape = (g.kv_heads, want.positions.shape[1], g.head_dim)
-        keys = self._side.facts.keys[layer].view(-1, g.head_dim).index_select(0, flat)
-        values = self._side.facts.values[layer].view(-1, g.head_dim).index_select(0, flat)
-        if want.room.failure is not None or want.absent is not None:
+        pools = self._side.facts.keys[layer], self._side.facts.values[layer]
+        keys, values = (rows[0] for rows in gather_rows(*pools, slots[None]))
+        gone = want.absent if want.room.failure is None else torch.ones(slots.shape).bool()
+        if gone is not None:
             # Bytes that never arrived may be anything, even NaN, which a mask does not hide.
-            gone = want.absent if want.absent is not None else torch.ones(shape[:2]).bool()
-            keys.view(shape)[gone] = 0
-            values.view(shape)[gone] = 0
-        return keys.view(shape), values.view(shape)
+            keys[gone] = 0
+            values[gone] = 0
+        return keys, values
 
     def _place_all(
         self, layer: int, remote: list[Wanted], gathered: list[Gathered], failures: dict[int, str]
@@ -167,4 +190,4 @@ class Lanes:
         slot = want.room.slots[position]
         self._side.facts.keys[layer][slot, head] = rows[:, 0]
         self._side.facts.values[layer][slot, head] = rows[:, 1]
-        want.room.held[layer - DENSE_LAYERS][head, position] = LOCAL
+        want.room.held[g.sparse_layers.index(layer)][head, position] = LOCAL

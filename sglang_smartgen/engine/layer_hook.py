@@ -32,13 +32,9 @@ def _with_callback(factory: Callable[[Any], Any]) -> Callable[[Any], Any]:
             out = original(q, k, v, layer, batch, *a, **kw)
             side = runtime.prefill_side()
             if side is not None:
-                stops = [
-                    prefix + new
-                    for prefix, new in zip(
-                        batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True
-                    )
-                ]
-                side.on_layer(layer.layer_id, batch.req_pool_indices, stops)
+                new = batch.extend_seq_lens_cpu
+                stops = [p + n for p, n in zip(batch.extend_prefix_lens_cpu, new, strict=True)]
+                side.on_layer(layer.layer_id, batch.req_pool_indices, stops, new, q)
             return out
 
         backend.forward_extend = forward_extend

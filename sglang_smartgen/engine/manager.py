@@ -9,6 +9,7 @@ unchanged.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,18 +18,22 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.environ import envs
 from sglang.srt.utils.network import NetworkAddress
 
+from sglang_smartgen.config import ConfigError, SmartGenConfig
 from sglang_smartgen.engine import runtime
 from sglang_smartgen.engine.decode_side import DecodeSide
+from sglang_smartgen.engine.model_facts import ModelFacts
 from sglang_smartgen.engine.prefill_side import PrefillSide
-from sglang_smartgen.select.registry import make_selector
+from sglang_smartgen.engine.selectors import load_selector
 from sglang_smartgen.transfer.messages import (
     TAG,
     VERSION,
     Endpoint,
     Failed,
     Fetch,
+    Grant,
     Hello,
     Message,
     MessageError,
@@ -43,6 +48,7 @@ from sglang_smartgen.transfer.messages import (
 )
 from sglang_smartgen.transfer.mooncake import MooncakeTransport
 from sglang_smartgen.transfer.push import PushRoom
+from sglang_smartgen.transfer.serve_channel import TransportSpec
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +66,7 @@ class SmartGenKVManager(MooncakeKVManager):
         self.open_message: OpenRoom | None = None
         self.aux_indices: dict[int, int | None] = {}
         self.causes: dict[int, str] = {}
+        self.greeted: dict[str, Endpoint] = {}  # decode session -> where it listens
         super().__init__(args, disaggregation_mode, *rest, **named)
 
     def register_buffer_to_engine(self) -> None:
@@ -67,8 +74,14 @@ class SmartGenKVManager(MooncakeKVManager):
         super().register_buffer_to_engine()
         if self.prefill is not None or self.decode is not None:
             return  # SGLang registers its buffers again after it had released its memory
-        facts, config = runtime.facts(), runtime.config()
-        selector = make_selector(config.selector, facts.shape, facts.geometry.dtype)
+        try:
+            self._build_side(runtime.config(), runtime.facts())
+        except ConfigError as error:
+            print(f"SmartGen: {error}", file=sys.stderr, flush=True)
+            raise
+
+    def _build_side(self, config: SmartGenConfig, facts: ModelFacts) -> None:
+        selector = load_selector(config, facts, self.server_args.model_path)
         transport = MooncakeTransport(self.engine.engine, self.get_session_id())
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             self.prefill = PrefillSide(
@@ -78,6 +91,8 @@ class SmartGenKVManager(MooncakeKVManager):
                 transport=transport,
                 reply=self.send_control,
                 outcome=self,
+                process_transport=self._process_transport(),
+                on_move=self.greet_all,
             )
             runtime.set_prefill_side(self.prefill)
         else:
@@ -92,6 +107,12 @@ class SmartGenKVManager(MooncakeKVManager):
                 rank=self.attn_tp_rank,
             )
             runtime.set_decode_side(self.decode)
+
+    def _process_transport(self) -> TransportSpec:
+        """What SGLang starts its own engine with, for the engine of a server process."""
+        protocol = envs.MOONCAKE_PROTOCOL.get()
+        engine = self.engine
+        return TransportSpec("mooncake", engine.hostname, protocol, engine.ib_device or "")
 
     # Messages in ----------------------------------------------------------------------------
 
@@ -118,7 +139,7 @@ class SmartGenKVManager(MooncakeKVManager):
         assert self.prefill is not None
         if frames[0] == TAG:
             message = from_frames(frames)
-            if not isinstance(message, Fetch | Release):
+            if not isinstance(message, Fetch | Grant | Release):
                 raise MessageError(f"{type(message).__name__} is not for a prefill node")
             self.prefill.submit(message)
             return True
@@ -137,8 +158,24 @@ class SmartGenKVManager(MooncakeKVManager):
         half = len(pointers) // 2
         assert self.prefill is not None
         if self.prefill.add_peer(message, pointers[:half], pointers[half:]):
-            hello = Hello(self.local_ip, self.rank_port)
-            self.send_control(Endpoint(frames[1].decode(), int(frames[2])), hello)
+            endpoint = Endpoint(frames[1].decode(), int(frames[2]))
+            self.greeted[message.session] = endpoint
+            self.greet(endpoint)
+
+    def greet(self, endpoint: Endpoint) -> None:
+        """Tell a decode rank that this P speaks SmartGen, and where its store is served."""
+        assert self.prefill is not None
+        bootstrap = Endpoint(self.local_ip, self.rank_port)
+        serve = self.prefill.serve_endpoint or bootstrap
+        self.send_control(endpoint, Hello(bootstrap.host, bootstrap.port, serve))
+
+    def greet_all(self) -> None:
+        """The store is served elsewhere from now on."""
+        for endpoint in list(self.greeted.values()):
+            try:
+                self.greet(endpoint)
+            except Exception as error:
+                logger.warning("decode at %s:%s: %s", endpoint.host, endpoint.port, error)
 
     def _announce(self, frames: list[bytes]) -> None:
         message = unpack(frames[METADATA_FRAMES])
@@ -234,7 +271,12 @@ class SmartGenKVManager(MooncakeKVManager):
                 push.failure = f"aux data did not reach {session}"
                 return
             started = Started(
-                room, push.entry.generation, push.proactive_bytes, push.metadata_bytes
+                room,
+                push.entry.generation,
+                push.proactive_bytes,
+                push.metadata_bytes,
+                push.prefill_s,
+                push.entry.residual.left,
             )
             self.send_control(push.reply, started)
             status = self.conclude_transfer(bootstrap_room=room, status=KVPoll.Success)

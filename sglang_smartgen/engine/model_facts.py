@@ -59,18 +59,25 @@ def read_model(runner: Any) -> ModelFacts:
         )
     for layer in layers:
         if (
-            layer.sliding_window_size > -1
-            or layer.is_cross_attention
-            or layer.attn_type == AttentionType.ENCODER_ONLY
+            layer.is_cross_attention
+            or layer.attn_type != AttentionType.DECODER
             or layer.qk_head_dim != layer.v_head_dim
             or layer.logit_cap
         ):
             raise ConfigError(
-                f"SmartGen cannot serve {name}: layer {layer.layer_id} has a sliding window, cross "
-                "attention, a logit cap or unequal K and V; allowed is plain full attention"
+                f"SmartGen cannot serve {name}: layer {layer.layer_id} has cross or bidirectional "
+                "attention, a logit cap or unequal K and V; allowed is plain causal attention"
             )
     first = layers[0]
-    geometry = KVGeometry(len(layers), first.tp_k_head_num, first.head_dim, pool.k_buffer[0].dtype)
+    sliding = frozenset(layer.layer_id for layer in layers if layer.sliding_window_size > -1)
+    geometry = KVGeometry(
+        len(layers), first.tp_k_head_num, first.head_dim, pool.k_buffer[0].dtype, sliding
+    )
+    if sliding and not geometry.sparse_layers:
+        raise ConfigError(
+            f"SmartGen cannot serve {name}: every layer from 2 on has a sliding window; it needs "
+            "layers with full attention to select from"
+        )
     shape = KVShape(
         layers=len(layers),
         q_heads=first.tp_q_head_num,

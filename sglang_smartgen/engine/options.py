@@ -25,7 +25,11 @@ def register() -> None:
 def _build_backend(runner: Any) -> Any:
     from sglang_smartgen.engine.attention import SmartGenAttnBackend
 
-    return SmartGenAttnBackend(runner)
+    try:
+        return SmartGenAttnBackend(runner)
+    except ConfigError as error:
+        print(f"SmartGen: {error}", file=sys.stderr, flush=True)
+        raise
 
 
 def _resolve(server_args: Any, previous: Callable[[Any], None]) -> None:

@@ -4,13 +4,16 @@ Owner: the KV manager of a prefill rank creates one, with its push and fetch thr
 bootstrap thread announces peers and rooms and hands over Fetch and Release; the scheduler thread
 begins, fills and finishes rooms; the push thread reports back through `_pushed`. A store entry is
 held by the scheduler until it will not fill it any more and by the push thread until it has sent
-it, so its bytes cannot get a new owner under either.
+it, so its bytes cannot get a new owner under either; a server process holds it from `hand_over`
+until it has let go of it.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -20,21 +23,27 @@ import torch
 from torch import Tensor
 
 from sglang_smartgen.config import ConfigError, SmartGenConfig
-from sglang_smartgen.core.blocks import PushPlan, clip_proactive_blocks
+from sglang_smartgen.core.observe import WINDOW
+from sglang_smartgen.core.room_plan import RoomPlan
 from sglang_smartgen.engine.model_facts import ModelFacts
+from sglang_smartgen.engine.push_policy import PushPolicy
 from sglang_smartgen.select.base import Selector
-from sglang_smartgen.transfer.fetch_server import FetchServer, Reply
+from sglang_smartgen.transfer.fetch_server import Reply
 from sglang_smartgen.transfer.messages import (
     Endpoint,
     Fetch,
+    Grant,
     OpenRoom,
     Registration,
     Release,
     Released,
 )
 from sglang_smartgen.transfer.push import Peer, PushRoom, PushWorker
+from sglang_smartgen.transfer.serve_channel import TransportSpec
+from sglang_smartgen.transfer.serve_parent import ServeError
 from sglang_smartgen.transfer.settler import Settler
 from sglang_smartgen.transfer.store import PrefillStore, StoreEntry
+from sglang_smartgen.transfer.store_server import StoreServer
 from sglang_smartgen.transfer.transport import Transport
 
 logger = logging.getLogger(__name__)
@@ -63,6 +72,7 @@ class _Room(msgspec.Struct):
     scheduler_holds: bool = True
     ended: threading.Event = msgspec.field(default_factory=threading.Event)
     finishing: bool = False
+    began: float | None = None  # when its first layer had run
 
 
 class _Announced(msgspec.Struct):
@@ -84,7 +94,13 @@ class PrefillSide:
         transport: Transport,
         reply: Reply,
         outcome: Outcome,
+        process_transport: TransportSpec | None = None,
+        on_move: Callable[[], None] = lambda: None,
     ) -> None:
+        """`process_transport` is that of a server process, where the configuration asks for one.
+
+        on_move: `serve_endpoint` has changed; every decode rank must be told.
+        """
         self.config = config
         self.facts = facts
         self._selector = selector
@@ -97,16 +113,15 @@ class PrefillSide:
                 f"store_gb is {config.store_gb}; this machine cannot map that much memory ({error})"
             ) from None
         transport.register(self.store.region)
-        self._push = PushWorker(transport, selector, facts.req_to_token.shape[1], PUSH_TIMEOUT_S)
-        self.fetch_server = FetchServer(
+        self._push = PushWorker(
             transport,
-            self.store,
-            peer_of=self.peer,
-            reply=reply,
-            settle=self._settled,
-            doubt=self._doubt,
-            timeout_s=config.fetch_timeout_s,
+            selector,
+            facts.req_to_token.shape[1],
+            PUSH_TIMEOUT_S,
+            on_busy=lambda busy: self.server.pushing(busy),
         )
+        self._reply = reply
+        self._policy = PushPolicy(config, facts, selector, transport)
         self._settler = Settler(
             self._settle,
             lambda release: reply(release.reply, Released(release.room, release.generation)),
@@ -123,6 +138,33 @@ class PrefillSide:
         self.bytes_metadata = 0
         self.layers_swept = 0
         self.fallbacks: dict[str, int] = {}
+        self.server = self._start_server(process_transport, on_move)
+
+    def _start_server(self, spec: TransportSpec | None, on_move: Callable[[], None]) -> StoreServer:
+        as_process = self.config.store_server == "process"
+        try:
+            if as_process and spec is None:
+                raise ServeError("no transport for it is given")
+            return StoreServer(
+                self._transport,
+                self.store,
+                process=spec if as_process else None,
+                peer_of=self.peer,
+                reply=self._reply,
+                settle=self._settled,
+                released=self._released,
+                doubt=self._doubt,
+                moved=on_move,
+                timeout_s=self.config.fetch_timeout_s,
+                busy=self._push.busy,
+            )
+        except ServeError as error:
+            raise ConfigError(f"store_server is 'process', which fails here: {error}") from None
+
+    @property
+    def serve_endpoint(self) -> Endpoint | None:
+        """Where D sends Fetch, Grant and Release; None: to SGLang's bootstrap socket."""
+        return self.server.endpoint
 
     # Bootstrap thread -----------------------------------------------------------------------
 
@@ -137,6 +179,7 @@ class PrefillSide:
         )
         if same:
             self._peers[registration.session] = Peer(registration, keys, values)
+            self.server.add_peer(registration)
         else:
             logger.warning(
                 "decode session %s differs from this node (selector, KV layout or TP size); its "
@@ -158,11 +201,11 @@ class PrefillSide:
         with self._lock:
             self._announced[message.room] = announced
 
-    def submit(self, message: Fetch | Release) -> None:
-        """Hand a message to the fetch server."""
+    def submit(self, message: Fetch | Grant | Release) -> None:
+        """Hand a message to the server of the store."""
         if isinstance(message, Release):
             self.cancel(message.room, message.generation)
-        self.fetch_server.submit(message)
+        self.server.submit(message)
 
     # Scheduler thread -----------------------------------------------------------------------
 
@@ -173,13 +216,20 @@ class PrefillSide:
         if announced is None:
             return False
         reason = self._obstacle(announced, prompt_len)
-        entry = None if reason else self._open_entry(announced.message)
+        plan: RoomPlan | None = None
+        if reason is None and announced.peer is not None:
+            session = announced.peer.registration.session
+            try:
+                plan = self._policy.plan(announced.message, session)
+            except ValueError as error:
+                reason = str(error)
+        entry = None if plan is None else self._open_entry(announced.message)
         with self._lock:
             if self._announced.pop(room, None) is not announced:
                 # Released in between: D has given the slots up, so it is no stock transfer either.
                 reason = "released"
-            elif entry is not None:
-                self._rooms[room] = self._make_room(announced, entry)
+            elif entry is not None and plan is not None:
+                self._rooms[room] = self._make_room(announced, entry, plan)
                 return True
         if entry is not None:
             for _ in ("scheduler", "push thread"):
@@ -205,17 +255,9 @@ class PrefillSide:
             entry = self.store.open(room, generation, prompt_len, users=2)
         return entry
 
-    def _make_room(self, announced: _Announced, entry: StoreEntry) -> _Room:
+    def _make_room(self, announced: _Announced, entry: StoreEntry, plan: RoomPlan) -> _Room:
         message, peer = announced.message, announced.peer
         assert peer is not None
-        layers = self.facts.geometry.layers
-        blocks = min(message.blocks_per_layer, message.prompt_len)
-        plan = PushPlan.sequential(
-            prompt_len=message.prompt_len,
-            layers=layers,
-            blocks=blocks,
-            proactive_blocks=clip_proactive_blocks(message.proactive_blocks, layers, blocks),
-        )
         session = peer.registration.session
         return _Room(
             PushRoom(
@@ -226,7 +268,7 @@ class PrefillSide:
                 slots=announced.slots,
                 row=message.row,
                 with_metadata=message.metadata,
-                keep=message.keep and plan.tokens() < layers * message.prompt_len,
+                keep=message.keep and not plan.whole,
                 is_live=lambda: (
                     self._peers.get(session) == peer and self._outcome.live(message.room)
                 ),
@@ -238,7 +280,7 @@ class PrefillSide:
         old = self.store.older_than(STORE_TTL_S)
         for room, generation in old:
             logger.warning("room %s: dropped from the prefill store after %d s", room, STORE_TTL_S)
-            self.store.drop(room, generation)
+            self.server.drop(room, generation)
         return bool(old)
 
     def _fall_back(self, room: int, reason: str) -> bool:
@@ -251,11 +293,14 @@ class PrefillSide:
         self._batch = rooms if any(room in self._rooms for room in rooms) else []
         self._batch_slots = None
 
-    def on_layer(self, layer: int, rows: Tensor, stops: list[int]) -> None:
+    def on_layer(
+        self, layer: int, rows: Tensor, stops: list[int], new: list[int], queries: Tensor
+    ) -> None:
         """Layer `layer` wrote its KV for every row of the batch, tokens up to `stops` [batch].
 
-        rows: int [>= batch] rows of req_to_token. Copies what is new to the store and wakes the
-        push.
+        rows: int [>= batch] rows of req_to_token. queries: [sum of `new`, q_heads * head_dim], the
+        queries of each row's `new` last tokens, row after row. Copies what is new to the store and
+        wakes the push.
         """
         if not self._batch:
             return
@@ -265,9 +310,18 @@ class PrefillSide:
                 table[row, :stop].to(torch.int64)
                 for row, stop in zip(rows.tolist()[: len(stops)], stops, strict=True)
             ]
-        for room, slots in zip(self._batch, self._batch_slots, strict=True):
+        end = 0
+        for room, slots, count in zip(self._batch, self._batch_slots, new, strict=True):
+            end += count
             state = self._rooms.get(room) if room is not None else None
             if state is not None and state.scheduler_holds:
+                state.began = state.began or time.monotonic()
+                if len(slots) >= state.push.entry.prompt_len and state.push.plan.looks:
+                    last = queries[max(end - count, end - WINDOW) : end]
+                    shape = self.facts.shape
+                    state.push.queries[layer] = last.reshape(
+                        -1, shape.q_heads, shape.head_dim
+                    ).clone()
                 self._capture(state, layer, slots)
 
     def _capture(self, state: _Room, layer: int, slots: Tensor) -> None:
@@ -288,6 +342,9 @@ class PrefillSide:
         if swept:
             self.layers_swept += len(swept)
             logger.warning("room %s: the layer hook missed layers %s", room, swept)
+        if state.began is not None:
+            state.push.prefill_s = time.monotonic() - state.began
+            self._policy.speed.learn(entry.prompt_len, state.push.prefill_s)
         self._finish(state)
         self.let_go(room)
 
@@ -338,19 +395,29 @@ class PrefillSide:
         state = self._rooms[room]
         self.bytes_proactive += push.proactive_bytes
         self.bytes_metadata += push.metadata_bytes
+        push.entry.residual.set_order(push.plan.residual())
+        if push.keep and not (push.failure or push.ended_early):
+            self.server.hand_over(push.entry)
         try:
             self._outcome.pushed(push)
         finally:
             if push.failure is not None:
                 self._doubt(room, push.entry.generation)
             if push.failure or push.ended_early or not push.keep:
-                self.store.drop(room, push.entry.generation)
+                self.server.drop(room, push.entry.generation)
             self.store.release(push.entry)
             with self._lock:
                 state.ended.set()
                 self._forget_if_over(state)
 
-    # Fetch and settle threads ---------------------------------------------------------------
+    # Threads of the server and settle thread ------------------------------------------------
+
+    def _released(self, release: Release) -> None:
+        """The server process has settled a Release on its side; now ours."""
+        self.cancel(release.room, release.generation)
+        self.server.drop(release.room, release.generation)
+        if self._settled(release):
+            self._reply(release.reply, Released(release.room, release.generation))
 
     def _doubt(self, room: int, generation: int) -> None:
         self._doubtful.add((room, generation))
@@ -373,10 +440,8 @@ class PrefillSide:
         peer = self._peers.get(release.session)
         if key in self._doubtful and peer is not None:
             r = peer.registration
-            retired = self.fetch_server.retired(r.session)
-            if not self._transport.fence(r.session, r.scratch, FENCE_TIMEOUT_S):
+            if not self.server.fence(r.session, r.scratch, FENCE_TIMEOUT_S):
                 return False
-            self.fetch_server.fenced(r.session, retired)
         self._doubtful.discard(key)
         return True
 
@@ -393,9 +458,12 @@ class PrefillSide:
             "config": msgspec.to_builtins(self.config),
             "bytes_proactive": self.bytes_proactive,
             "bytes_metadata": self.bytes_metadata,
-            "bytes_on_demand": self.fetch_server.bytes_on_demand,
-            "fetches": self.fetch_server.fetches,
+            **self.server.snapshot(),
             "layers_swept": self.layers_swept,
+            "bandwidth": max(
+                (rate for peer in list(self._peers) if (rate := self._transport.bandwidth(peer))),
+                default=None,
+            ),
             "fallbacks": dict(self.fallbacks),
             "open_rooms": len(self._rooms),
             "store_rooms": self.store.rooms,

@@ -10,6 +10,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 
 from sglang_smartgen.config import ConfigError
+from sglang_smartgen.core.recordings import RecordingError
 from sglang_smartgen.transfer.messages import Endpoint
 
 OVERRIDES_KEY = "smartgen"
@@ -25,7 +26,7 @@ class SmartGenKVReceiver(MooncakeKVReceiver):
         manager = self.kv_mgr
         try:
             manager.open_message = self._open(kv_indices)
-        except ConfigError as error:
+        except (ConfigError, RecordingError) as error:
             manager.record_failure(self.bootstrap_room, str(error))
             manager.update_status(self.bootstrap_room, KVPoll.Failed)
             return

@@ -49,10 +49,12 @@ def smartgen_classes(original: Callable[..., Any], backend: Any, class_type: Any
 
 
 def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any) -> Any:
-    """Around `Scheduler.run_batch`: rooms of the batch for P, end of failed requests on D."""
+    """Around `run_batch`: rooms of the batch for P; on D credits before, failed requests after."""
     prefill, decode = runtime.prefill_side(), runtime.decode_side()
     if prefill is not None and batch.forward_mode.is_extend():
         prefill.set_batch([getattr(req, "bootstrap_room", None) for req in batch.reqs])
+    if decode is not None and batch.forward_mode.is_decode():
+        decode.begin_step(batch.req_pool_indices.tolist())
     result = original(scheduler, batch, *args)
     if decode is not None and batch.forward_mode.is_decode():
         _end_failed_requests(decode, batch)
@@ -107,12 +109,9 @@ def release_kv_cache(
         original(req, tree_cache, checkpoint=checkpoint)
         return
     finish = req.finished_reason.to_json()["type"] if req.finished() else "retracted"
-    free = functools.partial(original, req, tree_cache, checkpoint=checkpoint)
-    decode.release(room, finish, free if req.finished() else lambda: None)
-    if not req.finished():
-        # Retraction reuses the request object at once. The room runs, so every push of P has been
-        # completed and nothing of it can still land in its slots; only the arena waits for P.
-        original(req, tree_cache, checkpoint=checkpoint)
+    decode.release(
+        room, finish, functools.partial(original, req, tree_cache, checkpoint=checkpoint)
+    )
 
 
 def yield_when_idle(_result: None, scheduler: Any) -> None:

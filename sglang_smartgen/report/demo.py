@@ -20,7 +20,7 @@ from typing import Any, get_args
 import msgspec
 
 from sglang_smartgen.config import ConfigError, Mode, load_config
-from sglang_smartgen.report import prompts
+from sglang_smartgen.report import prompts, shaped
 from sglang_smartgen.report.client import Answer, Client, RequestError
 from sglang_smartgen.report.cluster import Cluster
 from sglang_smartgen.report.demo_view import JsonView, TerminalView, View
@@ -50,6 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"what to compare, of {', '.join(MODES)} (%(default)s)",
     )
     parser.add_argument(
+        "--mbit", type=int, help="hold all traffic between the servers to this rate (needs root)"
+    )
+    parser.add_argument(
         "--log-dir", type=Path, help="keep the servers' logs here (default: a temporary folder)"
     )
 
@@ -59,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ConfigError, ModelCacheError, ClusterError or RequestError, all with one sentence.
     """
+    shaped.enter(args.mbit)
     with contextlib.ExitStack() as stack:
         view: View = TerminalView()
         if args.format == "json":

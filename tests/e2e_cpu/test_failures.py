@@ -16,6 +16,7 @@ from sglang_smartgen.report.cluster import Cluster
 
 hata = pytest.mark.pair(config={"selector": "hata", "store_gb": 0.08})
 PARTIAL = {"mode": "partial", "ratio": 0.2}
+FILLED = {"proactive_blocks": 2048, "credit": "fixed", "speculative_ratio": 0.05}
 
 
 @hata
@@ -30,7 +31,8 @@ def test_random_aborts_leave_nothing(cluster: Cluster, prompts: list[list[int]])
     for number in range(20):
         prompt = prompts[chance.randrange(len(prompts))]
         rid = f"abort-{seed}-{number}"
-        threads.append(threading.Thread(target=request, args=(cluster, prompt, rid)))
+        arm = PARTIAL if number % 2 else FILLED
+        threads.append(threading.Thread(target=request, args=(cluster, prompt, rid, arm)))
         threads[-1].start()
         time.sleep(chance.uniform(0.0, 1.0))
         threading.Timer(chance.uniform(0.0, 4.0), abort, (cluster, rid)).start()
@@ -83,9 +85,9 @@ def test_killed_prefill(cluster: Cluster, prompts: list[list[int]]) -> None:
     assert wait_until_idle(cluster)["decode"] == before
 
 
-def request(cluster: Cluster, prompt: list[int], rid: str) -> None:
+def request(cluster: Cluster, prompt: list[int], rid: str, arm: dict[str, Any]) -> None:
     Client(cluster.url, timeout_s=60).generate(
-        prompt, max_new_tokens=24, ignore_eos=True, smartgen=PARTIAL, rid=rid
+        prompt, max_new_tokens=24, ignore_eos=True, smartgen=arm, rid=rid
     )
 
 
@@ -103,6 +105,7 @@ def wait_until_idle(cluster: Cluster, seconds: float = 90) -> dict[str, dict[str
             decode["open_rooms"],
             decode["quarantined_rooms"],
             decode["quarantined_slabs"],
+            decode["granted_bytes"],
             prefill["open_rooms"],
             prefill["store_rooms"],
         )

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 LAYERS, BLOCKS = 30, 1024
 KV_TOKEN_BYTES = 46080  # SmolLM2 in float32
-HALF = {"mode": "smartgen", "proactive_blocks": LAYERS * BLOCKS // 2}
-ONLY_DENSE = {"mode": "smartgen", "proactive_blocks": 2 * BLOCKS}
+# Without fill: what was not pushed is fetched, entry by entry.
+DEMAND = {"mode": "smartgen", "speculative_ratio": 0}
+HALF = {**DEMAND, "proactive_blocks": LAYERS * BLOCKS // 2}
+ONLY_DENSE = {**DEMAND, "proactive_blocks": 2 * BLOCKS}
 PROMPT_OF = {0.1: 5, 0.2: 2}  # ratio -> number of the prompt
 SHARES = {"full": 1.0, "half": 1 / 2, "dense": 2 / LAYERS}
 
@@ -47,6 +49,27 @@ def test_transfer_changes_nothing(
         assert share == pytest.approx(SHARES[name], abs=0.01)
     assert answers["half"] == answers["full"]
     assert answers["dense"] == answers["full"]
+
+
+@hata
+@pytest.mark.parametrize("credit", ["adaptive", "fixed"])
+def test_fill_ends_local_and_changes_nothing(
+    credit: str, cluster: Cluster, prompts: list[list[int]]
+) -> None:
+    """Observed blocks first, the rest in silence: the same tokens, and nothing is sent twice."""
+    prompt = prompts[6]
+    cluster.flush_cache()
+    expected = ask(cluster.url, prompt, 24, smartgen={"mode": "full"}).token_ids
+    cluster.flush_cache()
+    arm = {"proactive_blocks": 4 * BLOCKS, "order": "observed", "credit": credit}
+    answer = ask(cluster.url, prompt, 24, smartgen=arm, rid=f"fill-{credit}")
+    record = finished(cluster, f"fill-{credit}")
+    assert answer.token_ids == expected
+    assert record["local_share_at_start"] < 0.2
+    assert record["steps_until_local"] is not None
+    sent = sum(record[f"bytes_{kind}"] for kind in ("proactive", "on_demand", "speculative"))
+    assert len(prompt) * KV_TOKEN_BYTES <= sent <= 1.05 * len(prompt) * KV_TOKEN_BYTES
+    assert cluster.smartgen_state("decode")["granted_bytes"] == 0
 
 
 @hata

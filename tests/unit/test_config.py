@@ -66,7 +66,9 @@ def test_proactive_blocks_must_be_positive_or_left_out(value: int) -> None:
 
 
 def test_a_selector_that_does_not_exist() -> None:
-    assert refusal('{"selector": "magic"}') == "selector is 'magic'; allowed are exact, hata"
+    assert refusal('{"selector": "magic"}') == (
+        "selector is 'magic'; allowed are exact, hata, infinigen, quest, streaming"
+    )
 
 
 # Shape checks: the sentence names the key, what was given and what is allowed.
@@ -100,7 +102,8 @@ def test_a_value_of_the_wrong_type(text: str, parts: tuple[str, ...]) -> None:
     ("field", "allowed"),
     [
         ("mode", ("smartgen", "full", "partial", "proactive_only")),
-        ("order", ("sequential",)),
+        ("order", ("observed", "profile", "sequential", "random", "streaming", "oracle")),
+        ("credit", ("adaptive", "fixed")),
         ("transport", ("mooncake",)),
     ],
 )
@@ -220,7 +223,8 @@ def test_other_overrides_are_refused_with_the_list_of_allowed_keys(overrides: ob
         SmartGenConfig().for_request(overrides)
     assert str(caught.value) == (
         f"custom_params.smartgen is {overrides!r}; allowed is an object with the keys "
-        "mode, ratio, proactive_blocks"
+        "mode, ratio, lookahead, proactive_blocks, order, speculative_ratio, credit, record, "
+        "recording"
     )
 
 
@@ -231,6 +235,10 @@ def test_other_overrides_are_refused_with_the_list_of_allowed_keys(overrides: ob
         ({"ratio": "x"}, "ratio"),
         ({"mode": "magic"}, "'magic'"),
         ({"proactive_blocks": 0}, "proactive_blocks is 0"),
+        ({"speculative_ratio": -0.1}, r"speculative_ratio is -0.1; allowed is 0 to 1 \(0 = off\)"),
+        ({"speculative_ratio": 1.1}, "speculative_ratio is 1.1"),
+        ({"credit": "lots"}, "credit is 'lots'; allowed are adaptive, fixed"),
+        ({"order": "best"}, "order is 'best'; allowed are observed, profile"),
     ],
 )
 def test_values_of_overrides_are_checked_like_those_of_the_file(
@@ -246,9 +254,9 @@ def test_values_of_overrides_are_checked_like_those_of_the_file(
 @pytest.mark.parametrize(
     ("mode", "fixed", "wanted"),
     [
-        ("smartgen", None, 30 * 16 // 4),
+        ("smartgen", None, None),
         ("smartgen", 77, 77),
-        ("proactive_only", None, 30 * 16 // 4),
+        ("proactive_only", None, None),
         ("proactive_only", 77, 77),
         ("full", None, 30 * 16),
         ("full", 77, 30 * 16),
@@ -256,6 +264,6 @@ def test_values_of_overrides_are_checked_like_those_of_the_file(
         ("partial", 77, 2 * 16),
     ],
 )
-def test_proactive_blocks_of_every_mode(mode: str, fixed: int | None, wanted: int) -> None:
+def test_proactive_blocks_of_every_mode(mode: str, fixed: int | None, wanted: int | None) -> None:
     config = SmartGenConfig(mode=mode, blocks_per_layer=16, proactive_blocks=fixed)  # type: ignore[arg-type]
     assert config.proactive_blocks_of(30) == wanted

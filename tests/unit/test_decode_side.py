@@ -2,107 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
-
 import pytest
 import torch
-from small_rank import HEADS, LAYERS, ROWS, SLOTS, WIDTH, SmallRank, hata
+from decode_bench import D_END, P_END, ROOM, ROW, TICK_S, TOKENS, Bench
+from small_rank import HEADS, LAYERS, ROWS, SLOTS, WIDTH, hata
 
-from sglang_smartgen.config import ConfigError, SmartGenConfig
+from sglang_smartgen.config import ConfigError
 from sglang_smartgen.core.geometry import DENSE_LAYERS
 from sglang_smartgen.core.mask import LOCAL, PADDING, REMOTE
-from sglang_smartgen.engine import decode_side as module
-from sglang_smartgen.engine.decode_side import HELLO_LIMIT_S, QUARANTINE_LIMIT_S, DecodeSide
-from sglang_smartgen.transfer import quarantine
-from sglang_smartgen.transfer.fake import FakeNetwork, FakeTransport
-from sglang_smartgen.transfer.messages import (
-    VERSION,
-    Endpoint,
-    Hello,
-    Message,
-    OpenRoom,
-    Release,
-    Released,
-    Started,
-)
-from sglang_smartgen.transfer.quarantine import RESEND_S
-
-ROOM, ROW, TOKENS = 7, 2, 150  # longer than hata's anchor of 128 tokens
-P_END, D_END = Endpoint("p", 1), Endpoint("d", 2)
-TICK_S = RESEND_S + 0.01
-CONFIG = SmartGenConfig(blocks_per_layer=50, proactive_blocks=120, min_prompt_len=32)
-
-
-class Bench:
-    """A decode side on a clock that the test moves; `sent` is what it told P."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, config: SmartGenConfig = CONFIG) -> None:
-        self.now = 1000.0
-        clock = SimpleNamespace(monotonic=lambda: self.now, time_ns=lambda: 5 << 20)
-        monkeypatch.setattr(module, "time", clock)
-        monkeypatch.setattr(quarantine, "time", clock)
-        self.refusing: set[Endpoint] = set()
-        monkeypatch.setattr(module, "refuses_connections", lambda peer: peer in self.refusing)
-        self.sent: list[tuple[Endpoint, Message]] = []
-        self.freed: list[int] = []
-        self.rank = SmallRank(1)
-        self.side = DecodeSide(
-            config=config,
-            facts=self.rank.facts,
-            selector=hata(),
-            transport=FakeTransport(FakeNetwork(), "d"),
-            session="d",
-            reply=D_END,
-            send=lambda peer, message: self.sent.append((peer, message)),
-            rank=0,
-        )
-        self.slots = self.rank.slots(TOKENS)
-
-    def open(
-        self,
-        *,
-        room: int = ROOM,
-        row: int = ROW,
-        tokens: int = TOKENS,
-        peer: Endpoint | None = P_END,
-        overrides: object = None,
-    ) -> OpenRoom | None:
-        return self.side.open(
-            room=room,
-            rid=f"rid-{room}",
-            row=row,
-            slots=self.slots[:tokens],
-            peer=peer,
-            bootstrap_addr="p:0",
-            overrides=overrides,
-        )
-
-    def opened(self, room: int = ROOM, overrides: object = None) -> OpenRoom:
-        message = self.open(room=room, overrides=overrides)
-        assert message is not None
-        return message
-
-    def started(self, generation: int) -> None:
-        self.side.on_message(Started(ROOM, generation, 111, 22))
-
-    def hello(self) -> None:
-        self.side.on_message(Hello(P_END.host, P_END.port))
-
-    def mark(self, *layers: int) -> None:
-        """What P's mask writes for whole layers leave behind."""
-        for layer in layers:
-            self.side.masks[layer, ROW, :TOKENS] = LOCAL
-
-    def release(self, room: int = ROOM, finish: str = "stop") -> None:
-        self.side.release(room, finish, self.free(room))
-
-    def free(self, room: int) -> Callable[[], None]:
-        return lambda: self.freed.append(room)
-
-    def tick(self, seconds: float = TICK_S) -> None:
-        self.now += seconds
-        self.side.drain()
+from sglang_smartgen.engine.decode_side import HELLO_LIMIT_S, QUARANTINE_LIMIT_S
+from sglang_smartgen.transfer.messages import VERSION, OpenRoom, Release, Released, Started
 
 
 @pytest.fixture
@@ -124,6 +33,9 @@ def test_open_makes_the_prompt_remote_and_padding_behind_it(bench: Bench) -> Non
         prompt_len=TOKENS,
         blocks_per_layer=50,
         proactive_blocks=120,
+        order="observed",
+        k=30,
+        recording="",
         metadata=True,
         keep=True,
     )
@@ -257,7 +169,7 @@ def test_started_is_partial_and_its_bytes_are_recorded(bench: Bench) -> None:
 def test_started_of_another_generation_or_room_is_ignored(bench: Bench) -> None:
     message = bench.opened()
     bench.started(message.generation - 1)
-    bench.side.on_message(Started(ROOM + 1, message.generation, 1, 1))
+    bench.side.on_message(Started(ROOM + 1, message.generation, 1, 1, 1.0, 1))
     bench.side.commit(ROOM)
     assert bench.side.fallbacks == {"full transfer": 1}
 
@@ -294,6 +206,23 @@ def test_a_smart_peers_room_is_held_until_released(bench: Bench) -> None:
     bench.tick()
     assert bench.freed == [ROOM] and len(bench.sent) == 3
     assert bench.side.snapshot()["quarantined_rooms"] == 0
+
+
+def test_a_room_that_ran_gives_its_slots_back_at_once(bench: Bench) -> None:
+    """P's writes to slots are complete then; what it was granted waits for the promise."""
+    generation = bench.opened().generation
+    bench.started(generation, left=100)
+    bench.mark(0, 1)
+    bench.side.commit(ROOM)
+    bench.side.begin_step([ROW])
+    assert bench.side.fill.granted_bytes > 0
+    bench.release()
+    assert bench.freed == [ROOM] and bench.side.snapshot()["quarantined_rooms"] == 1
+    assert bench.side.fill.granted_bytes > 0
+    bench.side.on_message(Released(ROOM, generation))
+    bench.tick()
+    assert bench.freed == [ROOM] and bench.side.snapshot()["quarantined_rooms"] == 0
+    assert bench.side.fill.granted_bytes == 0
 
 
 def test_a_slab_of_late_bytes_is_back_with_its_room(bench: Bench) -> None:

@@ -94,7 +94,7 @@ def test_batches_without_our_rooms_are_left_alone(bench: Bench) -> None:
     bench.begun()
     bench.layers(room=99)
     bench.side.set_batch([None])
-    bench.side.on_layer(0, torch.tensor([0]), [5])
+    bench.side.on_layer(0, torch.tensor([0]), [5], [5], torch.zeros(5, 16))
     bench.finish()
     assert bench.end().failure is None and bench.side.layers_swept == LAYERS
 
