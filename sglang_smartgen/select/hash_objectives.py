@@ -1,4 +1,4 @@
-"""What trained hash matrices minimise: a listwise loss on the score itself, or HATA's own loss.
+"""What hash matrices for score `hamming` minimise: a listwise loss on the score, or HATA's own.
 
 HATA's loss (`paper_objective`) pulls the soft codes of good pairs together and keeps the columns
 near a rotation. On a small model it gave about what random rotations give. The default
@@ -14,10 +14,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sglang_smartgen.select.hash_training import Draw, Objective, random_matrices
+from sglang_smartgen.select.hash_training import (
+    HIDDEN,
+    Draw,
+    Objective,
+    hard_signs,
+    random_matrices,
+)
 from sglang_smartgen.select.shape import KVShape
-
-_HIDDEN = -1e30  # the logit of a key that a query may not see
 
 
 def listwise_objective(
@@ -51,13 +55,13 @@ def listwise_objective(
         hidden = ~seen[:, None]
         with torch.no_grad():
             logits = torch.einsum("nhgd,mhd->nhgm", queries, keys) * shape.scaling
-            target = torch.softmax(logits.masked_fill(hidden[:, None], _HIDDEN), -1).mean(2)
+            target = torch.softmax(logits.masked_fill(hidden[:, None], HIDDEN), -1).mean(2)
         centred = keys - (mean + spread * offset)
-        key_code = _hard(torch.einsum("mhd,hdr->hmr", centred, matrix))
-        query_code = _hard(torch.einsum("nhgd,hdr->nhgr", queries, matrix)).sum(2)
+        key_code = hard_signs(torch.einsum("mhd,hdr->hmr", centred, matrix))
+        query_code = hard_signs(torch.einsum("nhgd,hdr->nhgr", queries, matrix)).sum(2)
         score = torch.einsum("nhr,hmr->nhm", query_code, key_code) / bits
         score = score * (centred.norm(dim=-1).T * heat.exp()[:, None])
-        likely = torch.log_softmax(score.masked_fill(hidden, _HIDDEN), -1)
+        likely = torch.log_softmax(score.masked_fill(hidden, HIDDEN), -1)
         loss = -(target * likely.masked_fill(hidden, 0)).sum((0, 2)).sum() / queries.shape[0]
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -104,12 +108,6 @@ def paper_objective(
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
     return matrix.detach(), mean
-
-
-def _hard(x: Tensor) -> Tensor:
-    """Signs, with the gradient of tanh at the scale of each vector."""
-    soft = torch.tanh(x / (x.detach().square().mean(-1, keepdim=True).sqrt() + 1e-6))
-    return soft + (torch.sign(x) - soft).detach()
 
 
 def _pair_weights(logits: Tensor, seen: Tensor) -> Tensor:

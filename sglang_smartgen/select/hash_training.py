@@ -1,6 +1,6 @@
 """Trains the hash matrices and key centres of one layer, all its KV heads at once.
 
-Both objectives see the same draws: a step takes one text, some query positions of its second half
+All objectives see the same draws: a step takes one text, some query positions of its second half
 and random keys of it, each query with the keys before it. They start alike on every machine and
 draw from a seeded generator of their own. Random draws of whole rows, instead of a shuffled file of
 pairs, need no dump of pairs and turn the loss into a few matrix products.
@@ -19,6 +19,7 @@ from sglang_smartgen.select.codes import MATRIX_LEVELS, hash_matrix
 from sglang_smartgen.select.shape import KVShape, LayerSample
 
 SEED = 0x5EED  # of the matrices that need no training, too
+HIDDEN = -1e30  # the logit of a key that a query may not see
 _QUERIES = 24
 _KEYS = 1024
 
@@ -38,7 +39,8 @@ class Learned(NamedTuple):
     centre: Tensor
 
 
-Objective = Callable[[KVShape, int, Tensor, Callable[[int], Draw], int, int], tuple[Tensor, Tensor]]
+Drawer = Callable[[int], Draw]
+Objective = Callable[[KVShape, int, Tensor, Drawer, int, int], tuple[Tensor, Tensor]]
 
 
 def train(
@@ -55,6 +57,16 @@ def train(
 
     The same input gives the same result on one machine and thread count.
     """
+    mean, draw = text_draws(shape, layer, samples, seed)
+    with torch.enable_grad():
+        matrix, centre = objective(shape, layer, mean, draw, bits, steps)
+    return Learned(_whole(matrix), centre.clone())
+
+
+def text_draws(
+    shape: KVShape, layer: int, samples: list[LayerSample], seed: int
+) -> tuple[Tensor, Drawer]:
+    """Return the mean key, float32 [Hkv, D], and what draws the input of a step."""
     generator = torch.Generator().manual_seed((seed << 16) + layer)
     total = sum(s.keys.shape[0] for s in samples)
     mean = torch.stack([s.keys.double().sum(0) for s in samples]).sum(0) / total
@@ -73,15 +85,19 @@ def train(
             key <= position[:, None],
         )
 
-    with torch.enable_grad():
-        matrix, centre = objective(shape, layer, mean.float(), draw, bits, steps)
-    return Learned(_whole(matrix), centre.clone())
+    return mean.float(), draw
 
 
 def random_matrices(dim: int, bits: int, layer: int, heads: range) -> Tensor:
     """Return the orthogonal random columns, float32 [heads, dim, bits], integers -127 to 127."""
     made = [hash_matrix(dim, bits, (SEED, layer, head)) for head in heads]
     return torch.from_numpy(np.stack(made))
+
+
+def hard_signs(x: Tensor) -> Tensor:
+    """Signs, with the gradient of tanh at the scale of each vector."""
+    soft = torch.tanh(x / (x.detach().square().mean(-1, keepdim=True).sqrt() + 1e-6))
+    return soft + (torch.sign(x) - soft).detach()
 
 
 def _whole(matrix: Tensor) -> Tensor:

@@ -57,6 +57,13 @@ def _head_logits(query: Tensor, keys: Tensor, scaling: float) -> list[Tensor]:
     ]
 
 
+def group_softmax_of(logits: Tensor) -> Tensor:
+    """Return float32 [Hkv, N]: softmax of scaled `logits` [Hkv, G, N], summed over the group."""
+    if logits.is_cuda:
+        return sum_in_order(torch.softmax(logits, dim=-1).transpose(0, 1))
+    return torch.stack([sum_in_order(torch.softmax(head, dim=-1)) for head in logits])
+
+
 def sum_in_order(weights: Tensor) -> Tensor:
     """Sum over the group in order: a reduction may choose its order by the shape."""
     total = weights[0]

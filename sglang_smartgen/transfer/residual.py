@@ -78,7 +78,7 @@ class Residual:
     @property
     def left(self) -> int:
         """Entries that have not been sent."""
-        return int((~self._sent).sum())
+        return self._sent.numel() - int(np.count_nonzero(self._sent.numpy()))
 
     def take(self, entries: int) -> Portion | None:
         """Up to `entries` entries (at least a token) from the front; None when nothing is left.
