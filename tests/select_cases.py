@@ -27,7 +27,12 @@ CASES: dict[str, tuple[str, dict[str, object] | None, dict[str, object]]] = {
     "streaming": ("streaming", None, {}),
     "hata-random": ("hata", None, {"bits": 64}),
     "hata-trained": ("hata", {"bits": 64, "steps": 3}, {}),
-    "hata-paper": ("hata", {"bits": 32, "steps": 2, "objective": "paper"}, {}),
+    "hata-hamming": ("hata", None, {"bits": 64, "score": "hamming"}),
+    "hata-paper": (
+        "hata",
+        {"bits": 32, "steps": 2, "score": "hamming", "objective": "paper"},
+        {},
+    ),
     "infinigen-channels": ("infinigen", {}, {}),
     "infinigen-skew": ("infinigen", {"mode": "skew", "width": 0.5}, {}),
     "infinigen-alpha": ("infinigen", {"width": 0.5}, {"policy": "alpha", "alpha": 2}),

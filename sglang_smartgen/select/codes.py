@@ -86,23 +86,25 @@ def signed_sums(numbers: Tensor, code: Tensor) -> Tensor:
     `numbers` is float32 [H, G, r], integers -255 to 255 (`quantise`), `code` int32 [N, H, r / 32].
     All sums are integers below 2**24 (r up to 32,768), so every path gives the same bits.
     """
-    total = numbers.sum(-1, keepdim=True)
     if code.is_cuda:
-        place = torch.arange(32, device=code.device, dtype=torch.int32)
-        rows = code.permute(1, 2, 0)
-        held = numbers.new_zeros((*numbers.shape[:2], code.shape[0]))
-        for word in range(rows.shape[1]):  # one at a time: the unpacked bits are 32 times as many
-            bits = ((rows[:, word, :, None] >> place) & 1).float()  # [H, N, 32]
-            part = numbers[..., 32 * word : 32 * word + 32]
-            held += torch.matmul(part, bits.transpose(1, 2))
-        return 2 * held - total
-    words = code.numpy().transpose(1, 0, 2)
+        return device_sums(numbers, code)
     out = numbers.new_empty((*numbers.shape[:2], code.shape[0]))
-    for head, row in enumerate(words):
-        octets = np.ascontiguousarray(row).view(np.uint8)
-        bits = torch.from_numpy(np.unpackbits(octets, axis=-1, bitorder="little"))
-        torch.matmul(numbers[head], bits.float().T, out=out[head])
-    return out.mul_(2).sub_(total)
+    for head in range(code.shape[1]):
+        octets = np.ascontiguousarray(code.numpy()[:, head]).view(np.uint8).reshape(-1)
+        bits = torch.from_numpy(np.unpackbits(octets, bitorder="little"))
+        torch.matmul(numbers[head], bits.view(-1, numbers.shape[2]).float().T, out=out[head])
+    return out.mul_(2).sub_(numbers.sum(-1, keepdim=True))
+
+
+def device_sums(numbers: Tensor, code: Tensor) -> Tensor:
+    """Return what `signed_sums` does, on any device. Unpacks one word of a code at a time."""
+    place = torch.arange(32, device=code.device, dtype=torch.int32)
+    held = numbers.new_zeros((*numbers.shape[:2], code.shape[0]))
+    for word in range(code.shape[2]):
+        bits = ((code[:, :, word].T[..., None] >> place) & 1).float()  # [H, N, 32]
+        part = numbers[..., 32 * word : 32 * word + 32]
+        held += torch.matmul(part, bits.transpose(1, 2))
+    return held.mul_(2).sub_(numbers.sum(-1, keepdim=True))
 
 
 def _popcount(x: Tensor) -> Tensor:

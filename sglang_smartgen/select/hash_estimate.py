@@ -68,7 +68,8 @@ def train_estimator(
     """
     mean, draw = text_draws(shape, layer, samples, seed)
     balance = _balanced(shape, samples, mean)
-    # Strong directions are hashed and weak ones cut: measured best near 5/8 of the bits.
+    # Strong directions are hashed and weak ones cut. Of 256, 80 were better than 32, 50 and 96 at
+    # 128 bits; of 64, all were.
     kept = min(shape.head_dim, bits * 5 // 8)
     start = torch.zeros(shape.kv_heads, shape.head_dim, bits)
     start[:, :kept] = random_matrices(kept, bits, layer, range(shape.kv_heads))
@@ -108,7 +109,8 @@ def _root(x: Tensor) -> Tensor:
     moment = x.transpose(1, 2) @ x / x.shape[1]
     trace = moment.diagonal(dim1=1, dim2=2).mean(-1).clamp(min=1e-12)
     ridge = torch.eye(x.shape[-1], dtype=x.dtype) * (_RIDGE * trace)[:, None, None]
-    return torch.linalg.cholesky(moment + ridge)
+    root: Tensor = torch.linalg.cholesky(moment + ridge)
+    return root
 
 
 def _listwise(
