@@ -114,6 +114,13 @@ class TerminalView(_Progress):
     def report(self, report: dict[str, Any]) -> None:
         self._out.print()
         self._out.print(table(report))
+        smartgen = report["modes"].get("smartgen")
+        if smartgen is not None and smartgen["local_share_at_start"] == 1:
+            self._out.print(
+                "Everything fitted behind the prefill on this network, so smartgen sent it all "
+                "before decode; --mbit 50 shows a slow network.",
+                highlight=False,
+            )
         if "stock" in report["modes"]:
             self._out.print(
                 "* computed: stock SGLang counts no bytes; it sends all KV before decode starts",

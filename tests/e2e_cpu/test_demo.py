@@ -32,6 +32,8 @@ def test_demo_json(model: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         demo(
             *("--prompt-tokens", str(PROMPT_TOKENS), "--max-new-tokens", "12"),
+            # On loopback all blocks would fit behind the prefill.
+            *("--config", json.dumps({"proactive_blocks": 8 * 1024})),
             *("--log-dir", str(tmp_path)),
         ),
         capture_output=True,
