@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from sglang_smartgen.config import ConfigError, SmartGenConfig
@@ -15,6 +16,11 @@ from sglang_smartgen.select.artifact import (
 )
 from sglang_smartgen.select.base import KVShape, Selector
 from sglang_smartgen.select.registry import make_selector, selector_class
+
+logger = logging.getLogger(__name__)
+
+WIDE_HEAD = 128
+"""Above it, random hash codes of 128 bits have been seen to fail."""
 
 
 def load_selector(config: SmartGenConfig, facts: ModelFacts, model_path: str) -> Selector:
@@ -49,7 +55,7 @@ def load_selector(config: SmartGenConfig, facts: ModelFacts, model_path: str) ->
             f"`smartgen calibrate --selector {config.selector}`"
         )
     try:
-        return make_selector(
+        selector = make_selector(
             config.selector,
             facts.shape,
             facts.geometry.dtype,
@@ -58,6 +64,15 @@ def load_selector(config: SmartGenConfig, facts: ModelFacts, model_path: str) ->
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    logger.info("SmartGen selects with %s", selector.describe())
+    if artifact is None and config.selector == "hata" and facts.shape.head_dim > WIDE_HEAD:
+        # Gemma-3, head_dim 256: half the attention mass of trained codes (docs/selectors.md).
+        logger.warning(
+            "hata has no artifact and this model has head_dim %d: random codes select badly there; "
+            "make one with `smartgen calibrate --selector hata`",
+            facts.shape.head_dim,
+        )
+    return selector
 
 
 def _folder(model_path: str) -> Path:
