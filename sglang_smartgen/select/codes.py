@@ -60,26 +60,6 @@ def pack_bits(bits: Tensor) -> Tensor:
     return words.sum(-1).to(torch.int32)
 
 
-def hash_score(code: Tensor, metadata: Tensor, bits: int) -> Tensor:
-    """Return `norm_n * sum_g (1 - 2 * hamming(code_g, code_n) / bits)`, float32 [H, N].
-
-    `code` is int32 [H, G, w], `metadata` int32 [N, H, w + 1], whose last word is the bits of the
-    float32 norm. All sums are integers, so every path gives the same bits.
-    """
-    group = code.shape[1]
-    if metadata.is_cuda or not hasattr(np, "bitwise_count"):
-        rows = metadata.permute(1, 2, 0).contiguous()
-        different = rows[:, None, :-1] ^ code.unsqueeze(-1)
-        distance = _popcount(different).sum((1, 2), dtype=torch.int32)
-        return rows[:, -1].view(torch.float32) * ((group * bits - 2 * distance).float() / bits)
-    # numpy has a popcount; one transposed copy lets all work run over contiguous rows of N.
-    words = np.ascontiguousarray(metadata.numpy().transpose(1, 2, 0)).view(np.uint32)
-    unlike = words[:, None, :-1] ^ code.numpy().view(np.uint32)[..., None]  # [H, G, w, N]
-    count = np.bitwise_count(unlike).reshape(words.shape[0], -1, words.shape[-1])
-    similarity = group * bits - 2 * count.sum(1, dtype=np.uint16).astype(np.float32)
-    return torch.from_numpy(words[:, -1].view(np.float32) * (similarity / bits))
-
-
 def signed_sums(numbers: Tensor, code: Tensor) -> Tensor:
     """Return `sum_j +-numbers_j`, plus where bit j of the code is set, float32 [H, G, N].
 
@@ -105,12 +85,3 @@ def device_sums(numbers: Tensor, code: Tensor) -> Tensor:
         part = numbers[..., 32 * word : 32 * word + 32]
         held += torch.matmul(part, bits.transpose(1, 2))
     return held.mul_(2).sub_(numbers.sum(-1, keepdim=True))
-
-
-def _popcount(x: Tensor) -> Tensor:
-    # The classic sum of neighbouring 1-, 2- and 4-bit fields. int32 shifts are arithmetic; each
-    # mask drops the copied sign bits.
-    x = x - ((x >> 1) & 0x55555555)
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    return (x * 0x01010101) >> 24

@@ -21,7 +21,6 @@ from torch import Tensor
 from sglang_smartgen.select.base import LayerSample, Selector
 from sglang_smartgen.select.codes import (
     MAX_HEAD_DIM,
-    hash_score,
     pack_bits,
     quantise,
     signed_sums,
@@ -31,6 +30,7 @@ from sglang_smartgen.select.hash_objectives import OBJECTIVES
 from sglang_smartgen.select.hash_training import random_matrices, train
 from sglang_smartgen.select.logits import group_softmax_of
 from sglang_smartgen.select.shape import KVShape, check_samples
+from sglang_smartgen.triton_kernels import hash_score
 
 SINK_TOKENS = 4  # attention sinks, whose keys are far from all others
 ANCHOR_TOKENS = 128
@@ -164,7 +164,7 @@ class HataSelector(Selector):
         maps = self._of(layer, query.device)
         if maps.query_scale is None:
             code = pack_bits(torch.matmul(quantise(query.float())[0], maps.query) > 0)
-            return hash_score(code, metadata, self.bits)
+            return hash_score(code[None], metadata, self.bits)[0]
         x, unit = quantise(query.float() * maps.query_scale[:, None])
         # Rounded once more, which is nothing beside the key's single bit: the sums stay exact.
         numbers, step = quantise(torch.matmul(x, maps.query))
