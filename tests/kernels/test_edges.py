@@ -12,8 +12,6 @@ from torch import Tensor
 
 from sglang_smartgen import triton_kernels as operators
 from sglang_smartgen.core import mask
-from sglang_smartgen.select.base import top_k
-from sglang_smartgen.select.codes import hash_score as selector_hash_score
 from sglang_smartgen.select.codes import pack_bits, quantise
 from sglang_smartgen.triton_kernels import _dispatch
 
@@ -58,7 +56,7 @@ def test_the_longest_prompt(leg: Leg, seed: str) -> None:
     assert len(score.unique()) < 10  # almost all scores tie, and every leg has the same ones
 
 
-def test_codes_and_scores_are_those_of_the_selector(leg: Leg, seed: str) -> None:
+def test_codes_are_those_of_the_selector(leg: Leg, seed: str) -> None:
     print(f"SMARTGEN_KERNEL_SEED={seed}")
     source = Source(seed)
     keys, query = source.floats((33, 3, 40)), source.floats((3, 2, 40))
@@ -72,10 +70,7 @@ def test_codes_and_scores_are_those_of_the_selector(leg: Leg, seed: str) -> None
     (code,) = leg.run("hash_encode", query.transpose(0, 1), matrix)
     code = code.transpose(0, 1).contiguous()
     assert torch.equal(code, codes(query))
-    (score,) = leg.run("hash_score", code[None], metadata, 96)
-    wanted = selector_hash_score(code, metadata, 96)
-    assert torch.equal(score[0], wanted)
-    assert torch.equal(top_k(score[0], 7), top_k(wanted, 7))
+    check(leg, "hash_score", code[None], metadata, 96)
 
 
 def test_gather_writes_to_given_buffers(leg: Leg, seed: str) -> None:
