@@ -44,6 +44,8 @@ class SmartGenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         the fetches, whatever the share.
     record: name under which D records what this request selects; one request's setting.
     recording: name of a recording of the same prompt, for order `oracle`; one request's setting.
+    verify: P sends checksums of the prompt's KV and D compares what it has, when decode starts and
+        when it ends; a difference fails the request, or is counted when it has ended.
     min_prompt_len: prompts shorter than this use SGLang's own full transfer and dense attention.
     store_gb: budget of the prefill store in GiB.
     store_server: `thread` serves the store inside the scheduler process, `process` in a process of
@@ -67,6 +69,7 @@ class SmartGenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     credit: Credit = "adaptive"
     record: str = ""
     recording: str = ""
+    verify: bool = False
     min_prompt_len: int = 256
     store_gb: float = 4.0
     store_server: Literal["thread", "process"] = "thread"
@@ -135,6 +138,7 @@ PER_REQUEST = (
     "credit",
     "record",
     "recording",
+    "verify",
 )
 
 

@@ -7,11 +7,13 @@ import math
 import time
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
 from sglang_smartgen.config import SmartGenConfig
 from sglang_smartgen.core import recordings
+from sglang_smartgen.core.checksums import STRETCH, layer_checksums, whole_stretches
 from sglang_smartgen.core.geometry import KVGeometry
 from sglang_smartgen.core.mask import LOCAL, REMOTE
 from sglang_smartgen.select.base import budget
@@ -190,6 +192,30 @@ class DecodeRoom:
             self.layer_is_local[layer] = True
             return None
         return status
+
+    def compare(
+        self, keys: list[Tensor], values: list[Tensor]
+    ) -> tuple[int, list[tuple[int, int]]]:
+        """Compare every stretch that is here whole with P's checksums.
+
+        keys, values: pool buffers [slots, kv_heads, head_dim], one a layer. Returns how many were
+        compared, and layer and first token of those that differ; none without checksums.
+        """
+        if self.started is None or not self.started.checksums:
+            return 0, []
+        layers = self.geometry.layers
+        theirs = np.frombuffer(self.started.checksums, np.uint32).reshape(layers, -1)
+        checked, wrong = 0, []
+        for layer in range(layers):
+            status = self.status(layer)
+            here = np.ones(theirs.shape[1], np.bool_)
+            if status is not None:
+                here = whole_stretches((status == LOCAL).all(0))
+            mine = layer_checksums(keys[layer][self.slots], values[layer][self.slots])
+            checked += int(here.sum())
+            found = np.flatnonzero(here & (mine != theirs[layer])).tolist()
+            wrong += [(layer, stretch * STRETCH) for stretch in found]
+        return checked, wrong
 
     def write_recording(self) -> None:
         """Write what the request has selected, if it asked for that; a lost one is only logged."""

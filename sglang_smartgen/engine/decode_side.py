@@ -100,7 +100,7 @@ class DecodeSide:
         self._first_seen: dict[Endpoint, float] = {}
         self.finished: deque[dict[str, Any]] = deque(maxlen=FINISHED_KEPT)
         self.rank = rank
-        self.counters = {"rooms": 0, "failures": 0}
+        self.counters = {"rooms": 0, "failures": 0, "stretches_checked": 0, "stretches_wrong": 0}
         self.fallbacks: dict[str, int] = {}
 
     def _metadata_pool(self, slots: int) -> Tensor:
@@ -198,6 +198,7 @@ class DecodeSide:
             recording=config.recording,
             metadata=not state.selects_all,
             keep=config.mode in ("smartgen", "partial"),
+            verify=config.verify,
         )
 
     def room_of_row(self, row: int) -> DecodeRoom | None:
@@ -217,12 +218,24 @@ class DecodeSide:
         # transfer, and a lost Started cannot be taken for one.
         whole = state.started is None and not bool((state.mask == LOCAL).any())
         state.commit(whole)
+        self._verify(state)
         if whole:
             self._count_fallback("full transfer")
             state.stats.fallback = "full transfer"
             logger.info("room %s: full transfer, prompt tokens: %d", room, state.prompt_len)
             if not state.selects_all:
                 self._encode_here(state)
+
+    def _verify(self, state: DecodeRoom) -> None:
+        """Where the request asked for it, compare what is here with P's checksums."""
+        checked, wrong = state.compare(self.facts.keys, self.facts.values)
+        self.counters["stretches_checked"] += checked
+        self.counters["stretches_wrong"] += len(wrong)
+        if wrong:
+            where = ", ".join(f"layer {layer} from token {token}" for layer, token in wrong[:3])
+            cause = f"room {state.room}, decode rank {self.rank}: KV differs from P's in {where}"
+            logger.error("%s (%d places)", cause, len(wrong))
+            state.fail(cause)
 
     def _count_fallback(self, reason: str) -> None:
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
@@ -319,6 +332,7 @@ class DecodeSide:
             return
         self.fill.stop(room, state.generation)
         del self._rooms[room]
+        self._verify(state)
         self._record(state, finish)
         del self._by_row[state.row]
         if state.running:

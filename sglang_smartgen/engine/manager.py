@@ -277,6 +277,7 @@ class SmartGenKVManager(MooncakeKVManager):
                 push.metadata_bytes,
                 push.prefill_s,
                 push.entry.residual.left,
+                push.entry.checksums() if push.verify else b"",
             )
             self.send_control(push.reply, started)
             status = self.conclude_transfer(bootstrap_room=room, status=KVPoll.Success)

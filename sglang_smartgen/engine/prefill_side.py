@@ -269,6 +269,7 @@ class PrefillSide:
                 row=message.row,
                 with_metadata=message.metadata,
                 keep=message.keep and not plan.whole,
+                verify=message.verify,
                 is_live=lambda: (
                     self._peers.get(session) == peer and self._outcome.live(message.room)
                 ),

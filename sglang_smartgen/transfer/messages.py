@@ -70,6 +70,7 @@ class OpenRoom(msgspec.Struct, frozen=True, tag="open"):
     recording: str  # order `oracle`: name of the recorded selections of this very prompt
     metadata: bool  # False: every entry is used, so no selector runs and none is sent
     keep: bool  # False: P drops the entry when the push is done (full, proactive_only)
+    verify: bool = False  # Started is to bring checksums
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -87,7 +88,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 class Started(msgspec.Struct, frozen=True, tag="started"):
     """P to D, before SGLang's Success: the room starts on partial KV; bytes of the pushes.
 
-    `prefill_s` is P's compute from the first to the last layer, `left` the entries not on D yet.
+    `prefill_s` is P's compute from the first to the last layer, `left` the entries not on D yet,
+    `checksums` uint32 [layers, stretches] of the prompt's KV where they were asked for.
     """
 
     room: int
@@ -96,6 +98,7 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
     metadata_bytes: int
     prefill_s: float
     left: int
+    checksums: bytes = b""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

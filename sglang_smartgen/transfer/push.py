@@ -68,6 +68,7 @@ class PushRoom:
         with_metadata: bool,
         keep: bool,
         is_live: Callable[[], bool],
+        verify: bool = False,
     ) -> None:
         self.entry = entry
         self.plan = plan
@@ -78,6 +79,7 @@ class PushRoom:
         self.with_metadata = with_metadata
         self.keep = keep
         self.is_live = is_live
+        self.verify = verify  # D wants checksums
         self.pushed = [0] * len(entry.captured)
         # The prompt's last queries [w, q_heads, head_dim] by layer, for a plan that looks at them.
         self.queries: dict[int, Tensor] = {}

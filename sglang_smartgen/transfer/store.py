@@ -16,6 +16,7 @@ import time
 import torch
 from torch import Tensor
 
+from sglang_smartgen.core.checksums import layer_checksums
 from sglang_smartgen.core.geometry import KVGeometry
 from sglang_smartgen.core.ranges import RangeAllocator
 from sglang_smartgen.select.base import Selector
@@ -78,6 +79,10 @@ class StoreEntry:
         self.metadata[sparse, start:stop] = selector.encode(layer, keys[start:stop], anchor)
         self.encoded[sparse] = stop
         return (start, stop)
+
+    def checksums(self) -> bytes:
+        """uint32 [layers, stretches] of the whole prompt (core/checksums.py)."""
+        return b"".join(layer_checksums(*layer).tobytes() for layer in self.kv)
 
     def gather(self, layer: int, head: int, positions: Tensor, out: Tensor) -> None:
         """Copy entries of one KV head to `out` [n, 2, head_dim], K and V side by side.
