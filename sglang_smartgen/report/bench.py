@@ -17,6 +17,10 @@ BENCHMARKS = {
         "sglang_smartgen.report.bench_kernels",
         "index split and row gather beside a decode step, torch and memcpy",
     ),
+    "faults": Command(
+        "sglang_smartgen.report.bench_faults",
+        "aborts, a stopped decode node, a restarted prefill node, a cut network: who gets what",
+    ),
     "fill": Command(
         "sglang_smartgen.report.bench_fill",
         "speculative fill: time between tokens and use of the network, credit beside credit",
@@ -28,6 +32,10 @@ BENCHMARKS = {
     "select": Command(
         "sglang_smartgen.report.bench_select",
         "attention mass each selector captures, next-token agreement and cost",
+    ),
+    "soak": Command(
+        "sglang_smartgen.report.bench_soak",
+        "hundreds of requests at once: right answers, right bytes, flat memory",
     ),
     "serve": Command(
         "sglang_smartgen.report.bench_serve",

@@ -47,6 +47,15 @@ def loopback_bytes() -> int:
     return int(Path("/sys/class/net/lo/statistics/tx_bytes").read_text())
 
 
+def set_link(*, up: bool) -> None:
+    """Take the namespace's loopback down, or up again. Raises ConfigError outside of one."""
+    if SHAPED_ENV not in os.environ:
+        raise ConfigError("the network can be cut only in a namespace of its own; give --mbit")
+    state = "up" if up else "down"
+    environment = {**os.environ, "PATH": _SBIN}
+    subprocess.run(["ip", "link", "set", "lo", state], check=True, env=environment)
+
+
 def main(argv: list[str]) -> NoReturn:
     """Inside the fresh namespace: shape loopback, then run the command line behind the rate."""
     mbit, script, *arguments = argv
