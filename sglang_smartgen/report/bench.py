@@ -13,6 +13,10 @@ import importlib
 from sglang_smartgen.cli import Command
 
 BENCHMARKS = {
+    "agreement": Command(
+        "sglang_smartgen.report.bench_agreement",
+        "next token with selection against full attention, teacher-forced through real servers",
+    ),
     "kernels": Command(
         "sglang_smartgen.report.bench_kernels",
         "index split and row gather beside a decode step, torch and memcpy",

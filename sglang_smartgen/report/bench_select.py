@@ -133,7 +133,7 @@ class _Subject:
         self.tokens: int = args.tokens or default
         self.model = LayeredModel(_folder(name))
         self.label = self.model.folder.name
-        calibration, held_out = _sequences(self.model, self.tokens, self.size)
+        calibration, held_out = sequences_of(self.model, self.tokens, self.size)
         self.titles, self.texts = list(held_out), list(held_out.values())
         self.layers = selected_layers(self.model)
         folder = args.artifacts_dir or cache_root() / "artifacts"
@@ -175,7 +175,7 @@ def _folder(name: str) -> Path:
     return ensure_gemma3() if name == "gemma3" else Path(name)
 
 
-def _sequences(
+def sequences_of(
     model: LayeredModel, tokens: int, size: Size
 ) -> tuple[list[list[int]], dict[str, list[int]]]:
     """Return the calibration sequences, and `tokens` and the new tokens of each held-out text."""

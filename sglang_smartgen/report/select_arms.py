@@ -52,14 +52,22 @@ def make_selectors(
     return {arm: made[arm.selector, arm.calibrated] for arm in ARMS}
 
 
+def artifact_path(
+    model: LayeredModel, sequences: list[list[int]], selector: str, folder: Path
+) -> Path:
+    """Return where `ensure_artifact` keeps the artifact of a selector and these texts."""
+    # A short text of a quick run must not take the place of the real artifact.
+    digest = hash_sequences(sequences)[:8]
+    return folder / f"{model.folder.name}-{selector}-{digest}.safetensors"
+
+
 def ensure_artifact(
     model: LayeredModel, sequences: list[list[int]], selector: str, folder: Path
 ) -> Artifact:
     """Return the artifact in `folder`, made anew unless it is of this model, text and options."""
     folder.mkdir(parents=True, exist_ok=True)
     wanted = (model_hash(model.folder), hash_sequences(sequences), check_request(selector, {}))
-    # A short text of a quick run must not take the place of the real artifact.
-    path = folder / f"{model.folder.name}-{selector}-{wanted[1][:8]}.safetensors"
+    path = artifact_path(model, sequences, selector, folder)
     if path.is_file():
         try:
             artifact = read_artifact(path)
