@@ -1,14 +1,12 @@
 """The profile: importance of every block and prefill time by range of prompt length, in one file.
 
-`smartgen profile` writes it, prefill reads it at its start. The file is safetensors: one map
+`smartgen profile` writes it, prefill reads it at its start. It is a sealed file: one map
 `importance.<i>` a range, float32 [layers, M], and a manifest that says for which model, selector
-and settings it was recorded. A digest over the maps finds a damaged file.
+and settings it was recorded.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from torch import Tensor
 
 from sglang_smartgen.core.importance import resample
 from sglang_smartgen.core.proactive import proactive_blocks
+from sglang_smartgen.core.sealed import Seal
 
 FORMAT = 1
 
@@ -144,56 +143,33 @@ class Profile(msgspec.Struct, frozen=True):
         )
 
 
+_SEAL = Seal(
+    noun="profile",
+    command="smartgen profile",
+    key="smartgen_profile",
+    manifest=ProfileManifest,
+    format=FORMAT,
+    error=ProfileError,
+)
+
+
 def write_profile(path: Path, profile: Profile) -> None:
-    """Write the file, whole or not at all (a temporary name, then a rename).
-
-    Raises ProfileError for maps that do not fit the manifest.
-    """
-    from safetensors.torch import save
-
+    """Write the file, whole or not at all. Raises ProfileError for maps that do not fit."""
     _check_maps(profile, path)
-    tensors = {f"importance.{i}": value.contiguous() for i, value in enumerate(profile.maps)}
-    manifest = msgspec.json.encode(profile.manifest).decode()
-    about = {"smartgen_profile": manifest, "digest": _digest(manifest, profile.maps)}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(save(tensors, metadata=about))
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    tensors = {f"importance.{i}": value for i, value in enumerate(profile.maps)}
+    _SEAL.write(path, profile.manifest, tensors)
 
 
 def read_profile(path: Path) -> Profile:
     """Read a profile. Raises ProfileError, one sentence, for a foreign or damaged file."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            about = file.metadata() or {}
-            names = list(file.keys())
-            tensors = {name: file.get_tensor(name) for name in names}
-    except OSError as error:
-        raise ProfileError(f"profile {path}: {error.strerror or error}") from None
-    except SafetensorError as error:
-        raise ProfileError(f"profile {path} is damaged or no safetensors file: {error}") from None
-    if "smartgen_profile" not in about:
-        raise ProfileError(f"profile {path} is not one of `smartgen profile`: it has no manifest")
-    try:
-        written = msgspec.json.decode(about["smartgen_profile"], type=dict[str, object])
-        if written.get("format") != FORMAT:
-            raise ProfileError(
-                f"profile {path} has format {written.get('format')}; this version reads {FORMAT}"
-            )
-        manifest = msgspec.json.decode(about["smartgen_profile"], type=ProfileManifest)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise ProfileError(f"profile {path} has a damaged manifest: {error}") from None
+    manifest, tensors = _SEAL.read(path)
     wanted = [f"importance.{i}" for i in range(len(manifest.ranges))]
-    if sorted(names) != sorted(wanted):
-        raise ProfileError(f"profile {path} has the maps {names}; its manifest names {wanted}")
+    if sorted(tensors) != sorted(wanted):
+        raise ProfileError(
+            f"profile {path} has the maps {sorted(tensors)}; its manifest names {wanted}"
+        )
     profile = Profile(manifest, [tensors[name] for name in wanted])
     _check_maps(profile, path)
-    if about.get("digest") != _digest(about["smartgen_profile"], profile.maps):
-        raise ProfileError(f"profile {path} is damaged: its contents do not match its digest")
     return profile
 
 
@@ -240,10 +216,3 @@ def _check_maps(profile: Profile, path: Path) -> None:
             )
         if not bool(torch.isfinite(value).all()):
             raise ProfileError(f"profile {path}: map {i} holds values that are not finite")
-
-
-def _digest(manifest: str, maps: list[Tensor]) -> str:
-    digest = hashlib.sha256(manifest.encode())
-    for value in maps:
-        digest.update(value.contiguous().numpy().tobytes())
-    return digest.hexdigest()

@@ -1,26 +1,25 @@
 """Artifacts: what calibration learned of one model for one selector, in one safetensors file.
 
 The tensors are named `<name>.<layer>` and have the model's KV heads first, so that a
-tensor-parallel rank takes its own rows. The manifest says which model and text they are from; a
-digest finds a damaged file, which safetensors alone would read without a word.
+tensor-parallel rank takes its own rows. The manifest of the sealed file says which model and text
+they are from.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 from torch import Tensor
 
+from sglang_smartgen.core.sealed import Seal
 from sglang_smartgen.select.shape import KVShape
 
-FORMAT = 1
+FORMAT = 2
 _SAMPLES = 256  # pieces of each weight file that go into a model's hash
 _SAMPLE_BYTES = 4096
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
@@ -106,55 +105,29 @@ def model_hash(folder: Path) -> str:
     return digest.hexdigest()[:32]
 
 
+_SEAL = Seal(
+    noun="artifact",
+    command="smartgen calibrate",
+    key="smartgen",
+    manifest=Manifest,
+    format=FORMAT,
+    error=ArtifactError,
+)
+
+
 def write_artifact(path: Path, manifest: Manifest, tensors: dict[str, Tensor]) -> None:
-    """Write one safetensors file, whole or not at all (a temporary name, then a rename).
+    """Write the file, whole or not at all.
 
     Raises ArtifactError when there is no tensor, a key is not `<name>.<layer>`, a layer is
     outside the model, or a first dimension is not the model's KV heads.
     """
-    from safetensors.torch import save
-
     _check_tensors(manifest, tensors)
-    kept = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-    about = {"smartgen": msgspec.json.encode(manifest).decode(), "digest": _digest(kept)}
-    data = save(kept, metadata=about)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    _SEAL.write(path, manifest, tensors)
 
 
 def read_artifact(path: Path) -> Artifact:
     """Read an artifact. Raises ArtifactError, one sentence, for a foreign or damaged file."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            about = file.metadata() or {}
-            tensors: dict[str, Tensor] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    except OSError as error:
-        raise ArtifactError(f"artifact {path}: {error.strerror or error}") from None
-    except SafetensorError as error:
-        raise ArtifactError(f"artifact {path} is damaged or no safetensors file: {error}") from None
-    if "smartgen" not in about:
-        raise ArtifactError(
-            f"artifact {path} is not one of `smartgen calibrate`: it has no manifest"
-        )
-    try:
-        manifest = msgspec.json.decode(about["smartgen"], type=Manifest)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise ArtifactError(f"artifact {path} has a damaged manifest: {error}") from None
-    if manifest.format != FORMAT:
-        raise ArtifactError(
-            f"artifact {path} has format {manifest.format}; this version reads format {FORMAT}"
-        )
-    if about.get("digest") != _digest(tensors):
-        raise ArtifactError(f"artifact {path} is damaged: its contents do not match its digest")
+    manifest, tensors = _SEAL.read(path)
     _check_tensors(manifest, tensors)
     return Artifact(manifest, tensors)
 
@@ -215,12 +188,3 @@ def _check_tensors(manifest: Manifest, tensors: dict[str, Tensor]) -> None:
 def _split(key: str) -> tuple[str, int]:
     name, _, layer = key.rpartition(".")
     return (name, int(layer)) if layer.isdecimal() else (name, -1)
-
-
-def _digest(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for key in sorted(tensors):
-        value = tensors[key].contiguous()
-        digest.update(f"{key}:{value.dtype}:{list(value.shape)};".encode())
-        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()

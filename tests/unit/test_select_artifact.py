@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang_smartgen.select import artifact as artifacts
+from sglang_smartgen.core import sealed
 from sglang_smartgen.select.artifact import (
     Artifact,
     ArtifactError,
@@ -83,7 +83,7 @@ def test_a_failed_write_leaves_the_old_file(
     def fail(_: int) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(artifacts.os, "fsync", fail)
+    monkeypatch.setattr(sealed.os, "fsync", fail)
     with pytest.raises(OSError, match="disk full"):
         write_artifact(path, manifest(selector="other"), tensors())
     assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
@@ -127,10 +127,10 @@ def _rewrite(**metadata: str) -> Callable[[Path], None]:
         (lambda path: path.unlink(), "No such file"),
         (_rewrite(format="pt"), "it has no manifest"),
         (_rewrite(smartgen="{"), "has a damaged manifest"),
-        (_rewrite(smartgen='{"selector": 3}'), "has a damaged manifest"),
+        (_rewrite(smartgen='{"format": 2, "selector": 3}'), "has a damaged manifest"),
         (
             _rewrite(smartgen=msgspec.json.encode(manifest(format=9)).decode()),
-            "has format 9; this version reads format 1",
+            "has format 9; this version reads 2",
         ),
     ],
 )
