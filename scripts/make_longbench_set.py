@@ -162,8 +162,9 @@ def summary_item(draw: Draw, characters: int) -> dict[str, Any]:
         f"Section {number}\n\n" + "\n\n".join(event.text for event in events)
         for number, events in enumerate(sections, start=1)
     )
-    answer = " ".join(events[0].brief for events in sections)
-    return _item("", context, [f"The report reviews works and events in and around {town}. {answer}"])
+    briefs = " ".join(events[0].brief for events in sections)
+    answer = f"The report reviews works and events in and around {town}. {briefs}"
+    return _item("", context, [answer])
 
 
 TASKS: dict[str, tuple[Callable[[Draw, int], dict[str, Any]], int, int, int]] = {

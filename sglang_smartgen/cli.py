@@ -32,6 +32,10 @@ COMMANDS = {
         "sglang_smartgen.report.profile",
         "record what requests select and how long they prefill, once per model and selector",
     ),
+    "eval": Command(
+        "sglang_smartgen.report.eval",
+        "LongBench with and without SmartGen: scores, agreement with stock, likelihoods",
+    ),
     "bench": Command(
         "sglang_smartgen.report.bench",
         "measure one part of SmartGen on this machine, two arms side by side",
