@@ -14,6 +14,7 @@ from torch import Tensor
 from sglang_smartgen.config import SmartGenConfig
 from sglang_smartgen.core import recordings
 from sglang_smartgen.core.checksums import STRETCH, layer_checksums, whole_stretches
+from sglang_smartgen.core.counts import counts
 from sglang_smartgen.core.geometry import KVGeometry
 from sglang_smartgen.core.mask import LOCAL, REMOTE
 from sglang_smartgen.select.base import budget
@@ -113,13 +114,22 @@ class DecodeRoom:
             self.mask.fill_(LOCAL)
         share = (self.mask == LOCAL).float().mean().item()
         self.stats.local_share_at_start = share
+        counts.start_remote.add(1.0 - share)
         if self.started is not None:
+            counts.bytes["proactive"] += self.started.proactive_bytes
+            counts.bytes["metadata"] += self.started.metadata_bytes
             self.stats.bytes_proactive = self.started.proactive_bytes
             self.stats.bytes_metadata = self.started.metadata_bytes
             self.stats.prefill_s = self.started.prefill_s
             self.left = self.started.left
         if not self.left:
             self.stats.steps_until_local = 0
+
+    @property
+    def residual_blocks(self) -> int:
+        """What is left, as blocks (l, m), rounded up."""
+        blocks = min(self.config.blocks_per_layer, self.prompt_len)
+        return math.ceil(self.left * blocks / (self.prompt_len * self.geometry.kv_heads))
 
     def credit_bytes(self, share: int) -> int:
         """Bytes that P may have in flight in this step; 0: none.
@@ -164,7 +174,10 @@ class DecodeRoom:
             keys[layer][slot, head[start:stop]] = rest[start:stop, 0]
             values[layer][slot, head[start:stop]] = rest[start:stop, 1]
             self.held[g.sparse_layers.index(layer)][head[start:stop], token] = LOCAL
-        self.stats.bytes_speculative += portion.count(g.kv_heads) * g.entry_bytes
+        size = portion.count(g.kv_heads) * g.entry_bytes
+        self.stats.bytes_speculative += size
+        counts.bytes["speculative"] += size
+        counts.requests["speculative"] += 1
         self.left = left
         if not left:
             self.stats.steps_until_local = self.stats.steps
@@ -237,7 +250,9 @@ class DecodeRoom:
 
     def fail(self, cause: str) -> None:
         """Remember the first cause; the scheduler hook ends the request with it."""
-        self.failure = self.failure or cause
+        if self.failure is None:
+            self.failure = cause
+            counts.failed(cause)
 
 
 def _runs(layers: Tensor) -> list[tuple[int, int, int]]:

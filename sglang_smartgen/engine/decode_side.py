@@ -335,6 +335,7 @@ class DecodeSide:
         self._verify(state)
         self._record(state, finish)
         del self._by_row[state.row]
+        slots = 0 if state.running else state.prompt_len
         if state.running:
             free()
             free = _nothing
@@ -353,6 +354,7 @@ class DecodeSide:
             free=lambda: self._free(state, free),
             resend=resend,
             cannot_write=lambda: self._is_stock(peer) or refuses_connections(peer),
+            slots=slots,
         )
 
     def _is_stock(self, peer: Endpoint) -> bool:
@@ -391,7 +393,9 @@ class DecodeSide:
             "fallbacks": dict(self.fallbacks),
             "open_rooms": len(self._rooms),
             "quarantined_rooms": len(self.quarantine),
+            "quarantined_slots": self.quarantine.slots,
             "quarantined_slabs": self.arena.quarantined,
+            "residual_blocks": sum(room.residual_blocks for room in list(self._rooms.values())),
             "granted_bytes": self.fill.granted_bytes,
             "fetch_wait_s": self.lane.seconds_waited,
             "finished": list(self.finished),

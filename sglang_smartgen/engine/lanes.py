@@ -15,6 +15,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from sglang_smartgen.core.counts import counts, step_range
 from sglang_smartgen.core.mask import LOCAL
 from sglang_smartgen.core.split import SplitIndex, split_index
 from sglang_smartgen.engine.decode_room import DecodeRoom
@@ -98,7 +99,9 @@ class Lanes:
     def _split(self, layer: int, want: Wanted) -> bool:
         """Split by Algorithm 1; True when something must be fetched."""
         room = want.room
-        room.stats.entries_selected += int((want.positions >= 0).sum())
+        selected = int((want.positions >= 0).sum())
+        room.stats.entries_selected += selected
+        counts.selected[step_range(room.stats.steps)] += selected
         room.record(self._geometry.sparse_layers.index(layer), want.positions)
         status = room.status(layer)
         if status is None:
@@ -126,16 +129,18 @@ class Lanes:
         offset = slab.offset
         for want in remote:
             assert want.split is not None and want.room.peer is not None
-            counts = want.split.remote[0].tolist()
-            positions = [want.split.reordered[0, head, :count] for head, count in enumerate(counts)]
+            heads = want.split.remote[0].tolist()
+            positions = [want.split.reordered[0, head, :count] for head, count in enumerate(heads)]
             want.arena_offset = offset
             asks.append(
                 Ask(want.room.room, want.room.generation, want.room.peer, offset, positions)
             )
-            entries = sum(counts)
+            entries = sum(heads)
             offset += entries * self._geometry.entry_bytes
             stats = want.room.stats
             stats.entries_fetched += entries
+            counts.missed[step_range(stats.steps)] += entries
+            counts.bytes["on_demand"] += entries * self._geometry.entry_bytes
             stats.bytes_on_demand += entries * self._geometry.entry_bytes
             if layer not in stats.fetched_layers:
                 stats.fetched_layers.append(layer)
@@ -177,12 +182,12 @@ class Lanes:
     def _place(self, layer: int, want: Wanted, keys: Tensor, values: Tensor) -> None:
         g = self._geometry
         assert want.split is not None
-        counts = want.split.remote[0]
-        total = int(counts.sum())
+        found = want.split.remote[0]
+        total = int(found.sum())
         rows = self._side.arena.memory.tensor(want.arena_offset, (total, 2, g.head_dim), g.dtype)
         # Row n of the run belongs to head[n], at column order[head, n - first of the head].
-        head = torch.repeat_interleave(torch.arange(g.kv_heads), counts)
-        nth = torch.arange(total) - (counts.cumsum(0) - counts)[head]
+        head = torch.repeat_interleave(torch.arange(g.kv_heads), found)
+        nth = torch.arange(total) - (found.cumsum(0) - found)[head]
         column = want.split.order[0][head, nth]
         position = want.split.reordered[0][head, nth]
         keys[head, column] = rows[:, 0]

@@ -22,6 +22,7 @@ from sglang.srt.environ import envs
 from sglang.srt.utils.network import NetworkAddress
 
 from sglang_smartgen.config import ConfigError, SmartGenConfig
+from sglang_smartgen.core.counts import counts
 from sglang_smartgen.engine import runtime
 from sglang_smartgen.engine.decode_side import DecodeSide
 from sglang_smartgen.engine.model_facts import ModelFacts
@@ -290,6 +291,7 @@ class SmartGenKVManager(MooncakeKVManager):
 
     def fail(self, room: int, cause: str, reply: Endpoint | None = None) -> None:
         """End the room on both sides, with room, rank and cause where D is known."""
+        counts.failed(cause)
         reason = f"room {room}, prefill rank {self.attn_tp_rank}: {cause}"
         if reply is not None:
             try:

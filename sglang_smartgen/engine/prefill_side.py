@@ -469,4 +469,5 @@ class PrefillSide:
             "open_rooms": len(self._rooms),
             "store_rooms": self.store.rooms,
             "store_used_bytes": self.store.used_bytes,
+            "store_bytes": self.store.region.length,
         }

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
-from sglang_smartgen.engine import runtime
+from sglang_smartgen.engine import metrics_feed, runtime
 from sglang_smartgen.engine.hooking import fired, verify
 
 IDLE_SLEEP_S = 0.002
@@ -23,10 +23,14 @@ SWITCH_INTERVAL_S = 0.0005
 def check_hooks(_result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """After `Scheduler.__init__`: every hook of this role is in place, or the process refuses.
 
-    It also shortens Python's switch interval for the threads that serve fetches.
+    It also shortens Python's switch interval for the threads that serve fetches, and begins to feed
+    SGLang's /metrics.
     """
     verify(scheduler.disaggregation_mode.value)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    side = runtime.decode_side() or runtime.prefill_side()
+    if side is not None:
+        metrics_feed.start(scheduler, side.snapshot)
 
 
 def smartgen_classes(original: Callable[..., Any], backend: Any, class_type: Any) -> Any:

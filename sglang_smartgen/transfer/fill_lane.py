@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sglang_smartgen.core.counts import counts
 from sglang_smartgen.core.ranges import RangeAllocator
 from sglang_smartgen.transfer.messages import Endpoint, Filled, Grant, GrantItem, Message
 from sglang_smartgen.transfer.region import HostRegion
@@ -110,6 +111,8 @@ class FillLane:
         if offset is None:
             return None  # the arena is full: the next step asks again
         self._granted.setdefault(key, []).append([offset, wanted])
+        counts.credits += 1
+        counts.credit_bytes += wanted
         return GrantItem(*key, offset, wanted)
 
     def filled(self, message: Filled) -> None:

@@ -82,6 +82,7 @@ class Filler:
         self._chunk: _Chunk | None = None
         self._rates: dict[str, float] = {}
         self.bytes_speculative = 0
+        self.slices = 0
 
     def grant(self, message: Grant) -> None:
         """D's credit of one step; a range that is not in its arena is refused."""
@@ -152,6 +153,7 @@ class Filler:
         self._learn(chunk.room.session, length, time.monotonic() - began)
         chunk.sent += length
         self.bytes_speculative += length
+        self.slices += 1
         if chunk.sent == chunk.size:
             self._chunk = None
             self._announce(chunk)

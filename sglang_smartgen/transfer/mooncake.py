@@ -44,6 +44,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from sglang_smartgen.core.counts import counts
 from sglang_smartgen.transfer.transport import (
     Completion,
     Region,
@@ -292,6 +293,7 @@ class _Lane:
         )
         if batch in _SUBMIT_FAILED:
             return "Mooncake could not submit it (is the peer dead, or its queue full?)"
+        counts.posted(len(chunk), time.monotonic() - started)
         nap = _SLEEP_SHARE * self._expected_s(total, len(chunk))
         if nap >= _MIN_SLEEP_S:
             time.sleep(nap)

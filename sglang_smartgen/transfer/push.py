@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from sglang_smartgen.core.counts import counts
 from sglang_smartgen.core.room_plan import RoomPlan
 from sglang_smartgen.select.base import Selector
 from sglang_smartgen.transfer.messages import Endpoint, Registration
@@ -216,6 +217,8 @@ class PushWorker:
         if room.failure is None:
             room.proactive_bytes += load.proactive_bytes
             room.metadata_bytes += load.metadata_bytes
+            counts.requests["proactive"] += load.proactive_bytes > 0
+            counts.requests["metadata"] += load.metadata_bytes > 0
 
     def _write(self, room: PushRoom, spans: list[Span]) -> None:
         session = room.peer.registration.session

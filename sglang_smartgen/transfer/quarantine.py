@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from sglang_smartgen.core.counts import counts
 from sglang_smartgen.transfer.messages import Endpoint
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class Held(msgspec.Struct):
     cannot_write: Callable[[], bool]
     since: float
     last_sent: float
+    slots: int = 0
     acknowledged: bool = False
 
 
@@ -59,6 +61,12 @@ class Quarantine:
     def __len__(self) -> int:
         return len(self._held)
 
+    @property
+    def slots(self) -> int:
+        """KV slots that are held back."""
+        with self._lock:
+            return sum(held.slots for held in self._held.values())
+
     def hold(
         self,
         room: int,
@@ -67,10 +75,11 @@ class Quarantine:
         free: Callable[[], None],
         resend: Callable[[], None],
         cannot_write: Callable[[], bool],
+        slots: int = 0,
     ) -> None:
-        """Keep the room's slots; `resend` sends the Release, `free` runs once at the end."""
+        """Keep the room's `slots`; `resend` sends the Release, `free` runs once at the end."""
         now = time.monotonic()
-        held = Held(room, generation, free, resend, cannot_write, now, now)
+        held = Held(room, generation, free, resend, cannot_write, now, now, slots)
         with self._lock:
             self._held[room, generation] = held
         resend()
@@ -93,6 +102,7 @@ class Quarantine:
             due = now - held.last_sent > RESEND_S
             if held.acknowledged or late or (due and held.cannot_write()):
                 if late and not held.acknowledged:
+                    counts.unacknowledged += 1
                     logger.warning(
                         "room %s generation %s: prefill did not acknowledge the release within "
                         "%.0f s; freeing its slots",

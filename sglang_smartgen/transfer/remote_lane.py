@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
+from sglang_smartgen.core.counts import counts
 from sglang_smartgen.transfer.messages import Endpoint, Fetch, FetchDone, FetchItem, Message
 
 Send = Callable[[Endpoint, Message], None]
@@ -77,6 +78,7 @@ class RemoteLane:
                     for ask in group
                 ]
                 messages.append((peer, Fetch(number, self._session, self._reply, layer, items)))
+        counts.requests["on_demand"] += len(messages)
         for peer, message in messages:
             try:
                 self._send(peer, message)
@@ -93,6 +95,8 @@ class RemoteLane:
             if ticket is not None:
                 ticket.failures.update(done.failures)
                 del ticket.pending[done.sequence]
+                if not ticket.pending:
+                    counts.fetch_latency.add(time.monotonic() - ticket.began)
                 self._changed.notify_all()
 
     def lost(self, peer: Endpoint, cause: str) -> None:

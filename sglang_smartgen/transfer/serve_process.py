@@ -32,6 +32,7 @@ from pathlib import Path
 import torch
 import zmq
 
+from sglang_smartgen.core.counts import counts
 from sglang_smartgen.core.geometry import KVGeometry
 from sglang_smartgen.transfer.fetch_server import FetchServer
 from sglang_smartgen.transfer.messages import (
@@ -242,7 +243,15 @@ class ServeLoop:
 
     def _counters(self, touched: list[tuple[int, int]]) -> Beat:
         s = self._server
-        return Beat(s.fetches, s.bytes_on_demand, s.filler.bytes_speculative, touched)
+        return Beat(
+            s.fetches,
+            s.bytes_on_demand,
+            s.filler.bytes_speculative,
+            touched,
+            s.filler.slices,
+            counts.descriptors,
+            counts.post_s,
+        )
 
     # Serve and settle threads ---------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from sglang_smartgen.core.counts import counts
 from sglang_smartgen.transfer.fetch_server import FetchServer, Reply
 from sglang_smartgen.transfer.messages import Endpoint, Fetch, Grant, Registration, Release
 from sglang_smartgen.transfer.mooncake import engine_progress_timeout_s
@@ -125,18 +126,26 @@ class StoreServer:
 
     def snapshot(self) -> dict[str, Any]:
         """Counters of both, and which of the two serves; for `/server_info`."""
-        counts = {"fetches": 0, "bytes_on_demand": 0, "bytes_speculative": 0}
+        served: dict[str, Any] = {
+            "fetches": 0,
+            "bytes_on_demand": 0,
+            "bytes_speculative": 0,
+            "slices": 0,
+            "descriptors": counts.descriptors,
+            "post_s": counts.post_s,
+        }
         if self._process is not None:
-            for name in counts:
-                counts[name] += getattr(self._process.served, name)
+            for name in served:
+                served[name] += getattr(self._process.served, name)
         if self._thread is not None:
-            counts["fetches"] += self._thread.fetches
-            counts["bytes_on_demand"] += self._thread.bytes_on_demand
-            counts["bytes_speculative"] += self._thread.filler.bytes_speculative
+            served["fetches"] += self._thread.fetches
+            served["bytes_on_demand"] += self._thread.bytes_on_demand
+            served["bytes_speculative"] += self._thread.filler.bytes_speculative
+            served["slices"] += self._thread.filler.slices
         where = {"store_server": "thread" if self._thread is not None else "process"}
         if self._process is not None:
             where["store_server_pid"] = str(self._process.pid)
-        return {**counts, **where}
+        return {**served, **where}
 
     def close(self) -> None:
         """End the server; what is queued in the thread is served first."""
