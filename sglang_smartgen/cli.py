@@ -20,6 +20,10 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
+    "doctor": Command(
+        "sglang_smartgen.report.doctor",
+        "check this machine, the packages and your files, and say how to mend what is wrong",
+    ),
     "demo": Command(
         "sglang_smartgen.report.demo",
         "start prefill and decode on this machine and compare SmartGen with stock SGLang",
