@@ -34,6 +34,8 @@ class SmartGenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ratio: share of the prompt's entries that a decode step may use, 0 < ratio <= 1.
     lookahead: choose the entries of a layer from the input of the layer before, so that they are
         fetched while that layer runs; false = from the layer's own query.
+    parallel_lanes: fetch what is remote while the local lane gathers and, with lookahead, while the
+        layer before runs; false = one after the other, as mode `partial` always does.
     blocks_per_layer: M, the number of token ranges that a layer is pushed in.
     proactive_blocks: K_r, blocks pushed before decode starts, clipped to [2M, L*M];
         none = as many as fit behind the prefill at the measured bandwidth.
@@ -46,6 +48,7 @@ class SmartGenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     recording: name of a recording of the same prompt, for order `oracle`; one request's setting.
     verify: P sends checksums of the prompt's KV and D compares what it has, when decode starts and
         when it ends; a difference fails the request, or is counted when it has ended.
+    trace: D's record of this request holds the times of its steps; one request's setting.
     min_prompt_len: prompts shorter than this use SGLang's own full transfer and dense attention.
     store_gb: budget of the prefill store in GiB.
     store_server: `thread` serves the store inside the scheduler process, `process` in a process of
@@ -61,6 +64,7 @@ class SmartGenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     artifact: str = ""
     ratio: float = 0.2
     lookahead: bool = True
+    parallel_lanes: bool = True
     blocks_per_layer: int = 1024
     proactive_blocks: int | None = None
     order: Order = "observed"
@@ -70,6 +74,7 @@ class SmartGenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     record: str = ""
     recording: str = ""
     verify: bool = False
+    trace: bool = False
     min_prompt_len: int = 256
     store_gb: float = 4.0
     store_server: Literal["thread", "process"] = "thread"
@@ -132,6 +137,7 @@ PER_REQUEST = (
     "mode",
     "ratio",
     "lookahead",
+    "parallel_lanes",
     "proactive_blocks",
     "order",
     "speculative_ratio",
@@ -139,6 +145,7 @@ PER_REQUEST = (
     "record",
     "recording",
     "verify",
+    "trace",
 )
 
 

@@ -31,7 +31,7 @@ from sglang_smartgen.engine.lookahead import Lookahead
 class Begun(msgspec.Struct):
     """What one layer of this step began a layer early, for the rows of this batch.
 
-    late: picked early and asked for by the layer itself: mode `partial` has no parallel lanes.
+    late: picked early and asked for by the layer itself, for rooms without parallel lanes.
     """
 
     rows: list[int]
@@ -94,8 +94,8 @@ class SmartGenAttnBackend(TorchNativeAttnBackend):
             self._select(i, room, layer, None if queries is None else queries[i])
             for i, room in early
         ]
-        late = [want for want in wanted if want.room.config.mode == "partial"]
-        now = [want for want in wanted if want.room.config.mode != "partial"]
+        late = [want for want in wanted if want.room.serial]
+        now = [want for want in wanted if not want.room.serial]
         self._begun[layer] = Begun(rows, self._lanes_of().prepare(layer, now), late)
 
     def _rooms(self, forward_batch: Any) -> tuple[list[int], list[DecodeRoom | None]]:
@@ -165,7 +165,7 @@ class SmartGenAttnBackend(TorchNativeAttnBackend):
         """The room's entries for this step; positions int64 [kv_heads, k], ascending."""
         side, heads = self._side(), room.geometry.kv_heads
         if layer == self._sparse[0]:
-            room.stats.steps += 1
+            room.begin_step()
         if room.selects_all:
             positions = torch.arange(room.prompt_len).expand(heads, -1)
         else:

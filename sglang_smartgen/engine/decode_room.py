@@ -25,7 +25,13 @@ logger = logging.getLogger(__name__)
 
 
 class RoomStats(msgspec.Struct):
-    """What one request cost, in bytes, seconds and counts."""
+    """What one request cost, in bytes, seconds and counts.
+
+    opened_at, started_at: monotonic seconds at which D reserved its slots and began to decode.
+    fetches, fetch_wait_s: layers of steps that asked P, and how long the forward thread stood
+    still for them. trace: one [monotonic start, seconds waited, bytes fetched, bytes filled] a
+    step, for a request that asks for it.
+    """
 
     rid: str
     room: int
@@ -40,9 +46,14 @@ class RoomStats(msgspec.Struct):
     local_share_at_start: float = 1.0
     entries_selected: int = 0
     entries_fetched: int = 0
+    fetches: int = 0
+    fetch_wait_s: float = 0.0
     fetched_layers: list[int] = []
     steps: int = 0
     fallback: str = ""
+    opened_at: float = 0.0
+    started_at: float = 0.0
+    trace: list[list[float]] = []
 
 
 class DecodeRoom:
@@ -95,12 +106,17 @@ class DecodeRoom:
         self.counts: Tensor | None = None
         if config.record:
             self.counts = torch.zeros(self.held.shape, dtype=torch.int32)
-        self.stats = RoomStats(rid, room, config.mode, self.prompt_len)
+        self.stats = RoomStats(rid, room, config.mode, self.prompt_len, opened_at=self.opened)
 
     @property
     def selects_all(self) -> bool:
         """True when every entry of the prompt is used, so that no selector runs."""
         return self.k >= self.prompt_len
+
+    @property
+    def serial(self) -> bool:
+        """True when this request has no parallel lanes: each layer fetches, then gathers."""
+        return self.config.mode == "partial" or not self.config.parallel_lanes
 
     @property
     def all_local(self) -> bool:
@@ -110,6 +126,7 @@ class DecodeRoom:
     def commit(self, whole: bool) -> None:
         """P reported success: on partial KV, or with the `whole` KV here."""
         self.running = True
+        self.stats.started_at = time.monotonic()
         if whole:
             self.mask.fill_(LOCAL)
         share = (self.mask == LOCAL).float().mean().item()
@@ -130,6 +147,20 @@ class DecodeRoom:
         """What is left, as blocks (l, m), rounded up."""
         blocks = min(self.config.blocks_per_layer, self.prompt_len)
         return math.ceil(self.left * blocks / (self.prompt_len * self.geometry.kv_heads))
+
+    def begin_step(self) -> None:
+        """A decode step picks the entries of its first sparse layer."""
+        self.stats.steps += 1
+        if self.config.trace:
+            self.stats.trace.append([time.monotonic(), 0.0, 0, 0])
+
+    def fetched(self, seconds: float, size: int) -> None:
+        """A layer of this step waited so long for bytes that it had asked P for."""
+        self.stats.fetches += 1
+        self.stats.fetch_wait_s += seconds
+        if self.stats.trace:
+            self.stats.trace[-1][1] += seconds
+            self.stats.trace[-1][2] += size
 
     def credit_bytes(self, share: int) -> int:
         """Bytes that P may have in flight in this step; 0: none.
@@ -178,6 +209,8 @@ class DecodeRoom:
         self.stats.bytes_speculative += size
         counts.bytes["speculative"] += size
         counts.requests["speculative"] += 1
+        if self.stats.trace:
+            self.stats.trace[-1][3] += size
         self.left = left
         if not left:
             self.stats.steps_until_local = self.stats.steps

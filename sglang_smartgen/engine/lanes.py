@@ -9,6 +9,7 @@ that of the selector. Fetched entries are kept one by one (`DecodeRoom.held`), n
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -83,14 +84,24 @@ class Lanes:
             yield from self._local_lane(layer, prepared.wanted)
             return
         slab, ticket = prepared.asked
-        if any(want.room.config.mode == "partial" for want in remote):
+        waited = 0.0
+        if any(want.room.serial for want in remote):
             # The paper's baseline has no parallel lanes: the fetch first, then the local gather.
-            self._side.lane.wait(ticket)
+            waited += self._wait(ticket)[1]
         gathered = list(self._local_lane(layer, prepared.wanted))
-        failures = self._side.lane.wait(ticket)
+        failures, seconds = self._wait(ticket)
+        for want in remote:
+            assert want.split is not None
+            size = int(want.split.remote.sum()) * self._geometry.entry_bytes
+            want.room.fetched(waited + seconds, size)
         self._place_all(layer, remote, gathered, failures)
         self._return_slab(slab, remote, failures)
         yield from gathered
+
+    def _wait(self, ticket: Ticket) -> tuple[dict[int, str], float]:
+        """Failed rooms with their cause, and the seconds that this thread stood still."""
+        began = time.monotonic()
+        return self._side.lane.wait(ticket), time.monotonic() - began
 
     def _local_lane(self, layer: int, wanted: list[Wanted]) -> Iterator[Gathered]:
         for want in wanted:

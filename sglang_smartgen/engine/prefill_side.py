@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -52,6 +53,7 @@ PUSH_TIMEOUT_S = 60.0
 STORE_TTL_S = 1800
 """Age after which an entry may make room: D releases its rooms, so it must have died."""
 FENCE_TIMEOUT_S = 30.0
+FINISHED_KEPT = 16
 
 
 class Outcome(Protocol):
@@ -136,6 +138,7 @@ class PrefillSide:
         self._doubtful: set[tuple[int, int]] = set()
         self.bytes_proactive = 0
         self.bytes_metadata = 0
+        self.finished: deque[dict[str, Any]] = deque(maxlen=FINISHED_KEPT)
         self.layers_swept = 0
         self.fallbacks: dict[str, int] = {}
         self.server = self._start_server(process_transport, on_move)
@@ -394,6 +397,7 @@ class PrefillSide:
     def _pushed(self, push: PushRoom) -> None:
         room = push.entry.room
         state = self._rooms[room]
+        self.finished.append(_record(state))
         self.bytes_proactive += push.proactive_bytes
         self.bytes_metadata += push.metadata_bytes
         push.entry.residual.set_order(push.plan.residual())
@@ -466,8 +470,20 @@ class PrefillSide:
                 default=None,
             ),
             "fallbacks": dict(self.fallbacks),
+            "finished": list(self.finished),
             "open_rooms": len(self._rooms),
             "store_rooms": self.store.rooms,
             "store_used_bytes": self.store.used_bytes,
             "store_bytes": self.store.region.length,
         }
+
+
+def _record(state: _Room) -> dict[str, Any]:
+    """When a room computed and what it pushed; times are monotonic seconds of this machine."""
+    push = state.push
+    return {
+        "room": push.entry.room,
+        "began_at": state.began,
+        "prefill_s": push.prefill_s,
+        "writes": [list(write) for write in push.writes],
+    }

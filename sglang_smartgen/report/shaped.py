@@ -1,8 +1,9 @@
 """A slow network on one machine: a network namespace whose loopback has a token bucket.
 
 `enter` starts the running command again inside such a namespace, with the same arguments, so that
-every server it starts and all their traffic with each other is held to the rate. Needs root and the
-package iproute2. The bucket holds 4 ms of the rate and at least one of the kernel's large packets.
+every server it starts and all their traffic with each other is held to the rate. `enter_adjustable`
+does so for `set_rate`, which changes the rate under running servers. Needs root and the package
+iproute2. The bucket holds 4 ms of the rate and at least one of the kernel's large packets.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import NoReturn
 from sglang_smartgen.config import ConfigError
 
 SHAPED_ENV = "SMARTGEN_SHAPED_MBIT"
+ADJUSTABLE = "adjustable"
 BUCKET_S = 0.004
 LARGEST_PACKET = 65536
 _SBIN = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
@@ -32,14 +34,30 @@ def enter(mbit: int | None) -> None:
         return
     if mbit < 1:
         raise ConfigError(f"--mbit is {mbit}; it must be at least 1")
-    if os.geteuid() != 0:
-        raise ConfigError(f"--mbit is {mbit}; to shape the network needs root")
-    for tool in ("unshare", "ip", "tc"):
-        if shutil.which(tool, path=_SBIN) is None:
-            raise ConfigError(f"--mbit is {mbit}; to shape the network needs the program {tool}")
-    os.environ[SHAPED_ENV] = str(mbit)
-    inside = [sys.executable, "-P", "-m", "sglang_smartgen.report.shaped", str(mbit)]
-    os.execvpe("unshare", ["unshare", "--net", *inside, *sys.argv], os.environ)
+    _start_again(str(mbit), given=str(mbit))
+
+
+def enter_adjustable(given: str) -> None:
+    """Return inside a namespace that is not shaped yet and whose rate `set_rate` sets.
+
+    given: the value of --mbit, for the messages. The first call replaces this process. Raises
+    ConfigError where the machine does not allow it.
+    """
+    if os.environ.get(SHAPED_ENV) != ADJUSTABLE:
+        _start_again(ADJUSTABLE, given)
+
+
+def set_rate(mbit: int | None) -> None:
+    """Hold loopback to `mbit` Mbit/s from now on, None: to nothing. Only after `enter_adjustable`.
+
+    Raises ConfigError when the kernel refuses.
+    """
+    if os.environ.get(SHAPED_ENV) != ADJUSTABLE:
+        raise ConfigError("the rate of this machine's own loopback is never changed")
+    line = "tc qdisc replace dev lo root noqueue" if mbit is None else _bucket("replace", mbit)
+    done = subprocess.run(line.split(), capture_output=True, text=True, env=_tools_env())
+    if done.returncode:
+        raise ConfigError(f"--mbit is {mbit}; {line!r} failed: {done.stderr.strip()}")
 
 
 def loopback_bytes() -> int:
@@ -52,19 +70,38 @@ def set_link(*, up: bool) -> None:
     if SHAPED_ENV not in os.environ:
         raise ConfigError("the network can be cut only in a namespace of its own; give --mbit")
     state = "up" if up else "down"
-    environment = {**os.environ, "PATH": _SBIN}
-    subprocess.run(["ip", "link", "set", "lo", state], check=True, env=environment)
+    subprocess.run(["ip", "link", "set", "lo", state], check=True, env=_tools_env())
+
+
+def _start_again(mark: str, given: str) -> NoReturn:
+    """Replace this process by the same command inside a namespace that is marked `mark`."""
+    if os.geteuid() != 0:
+        raise ConfigError(f"--mbit is {given}; to shape the network needs root")
+    for tool in ("unshare", "ip", "tc"):
+        if shutil.which(tool, path=_SBIN) is None:
+            raise ConfigError(f"--mbit is {given}; to shape the network needs the program {tool}")
+    os.environ[SHAPED_ENV] = mark
+    inside = [sys.executable, "-P", "-m", "sglang_smartgen.report.shaped", mark]
+    os.execvpe("unshare", ["unshare", "--net", *inside, *sys.argv], os.environ)
+
+
+def _bucket(verb: str, mbit: int) -> str:
+    bucket = max(LARGEST_PACKET, int(mbit * 1e6 / 8 * BUCKET_S))
+    return f"tc qdisc {verb} dev lo root tbf rate {mbit}mbit burst {bucket} latency 200ms"
+
+
+def _tools_env() -> dict[str, str]:
+    return {**os.environ, "PATH": _SBIN}
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Inside the fresh namespace: shape loopback, then run the command line behind the rate."""
-    mbit, script, *arguments = argv
-    bucket = max(LARGEST_PACKET, int(int(mbit) * 1e6 / 8 * BUCKET_S))
-    for line in (
-        "ip link set lo mtu 1500 up",
-        f"tc qdisc add dev lo root tbf rate {mbit}mbit burst {bucket} latency 200ms",
-    ):
-        subprocess.run(line.split(), check=True, env={**os.environ, "PATH": _SBIN})
+    """Inside the fresh namespace: shape loopback, then run the command line behind the mark."""
+    mark, script, *arguments = argv
+    lines = ["ip link set lo mtu 1500 up"]
+    if mark != ADJUSTABLE:
+        lines.append(_bucket("add", int(mark)))
+    for line in lines:
+        subprocess.run(line.split(), check=True, env=_tools_env())
     os.execv(sys.executable, [sys.executable, "-P", script, *arguments])
 
 

@@ -54,7 +54,8 @@ class PushRoom:
     """What the push thread knows of one room.
 
     `failure` is the cause of a failed write, whose bytes may still land; `ended_early` the cause of
-    an end without one. Each is set once and ends the pushes.
+    an end without one. Each is set once and ends the pushes. writes: one (monotonic start, end,
+    bytes, spans) a write, data and mask alike.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class PushRoom:
         self.prefill_s = 0.0
         self.proactive_bytes = 0
         self.metadata_bytes = 0
+        self.writes: list[tuple[float, float, int, int]] = []
         self.failure: str | None = None
         self.ended_early: str | None = None
 
@@ -225,6 +227,8 @@ class PushWorker:
         began = time.monotonic()
         handle = self._transport.write(session, spans)
         state = handle.wait(self._timeout_s)
+        size = sum(span.length for span in spans)
+        room.writes.append((began, time.monotonic(), size, len(spans)))
         if state is not WriteState.DONE:
             cause = handle.error or f"not complete after {time.monotonic() - began:.1f} s"
             room.failure = f"push to {session} failed: {cause}"

@@ -223,8 +223,8 @@ def test_other_overrides_are_refused_with_the_list_of_allowed_keys(overrides: ob
         SmartGenConfig().for_request(overrides)
     assert str(caught.value) == (
         f"custom_params.smartgen is {overrides!r}; allowed is an object with the keys "
-        "mode, ratio, lookahead, proactive_blocks, order, speculative_ratio, credit, record, "
-        "recording, verify"
+        "mode, ratio, lookahead, parallel_lanes, proactive_blocks, order, speculative_ratio, "
+        "credit, record, recording, trace"
     )
 
 

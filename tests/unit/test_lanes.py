@@ -15,6 +15,7 @@ from sglang_smartgen.engine.lanes import Lanes, Wanted
 from sglang_smartgen.transfer.arena import SLABS
 from sglang_smartgen.transfer.fake import FakeNetwork, FakeTransport
 from sglang_smartgen.transfer.messages import Endpoint, Fetch, FetchDone, Hello, Message
+from sglang_smartgen.transfer.remote_lane import Ticket
 
 P_END, D_END = Endpoint("p", 1), Endpoint("d", 2)
 TOKENS, ROOM = 60, 7
@@ -162,3 +163,29 @@ def test_a_short_row_ends_in_absent_entries(mode: str) -> None:
     assert torch.equal(want.absent, padding | remote if mode == "proactive_only" else padding)
     there = bench.kept[0, 2, positions.clamp(min=0), torch.arange(HEADS)[:, None]]
     assert torch.equal(keys, there.masked_fill(want.absent[..., None], 0))
+
+
+def test_a_request_without_parallel_lanes_fetches_before_it_gathers() -> None:
+    """Its waits, bytes and steps are in its record, step by step since it asked for a trace."""
+    bench = smartgen(parallel_lanes=False, trace=True)
+    order: list[str] = []
+    wait, local = bench.side.lane.wait, bench.lanes._local
+
+    def waited(ticket: Ticket) -> dict[int, str]:
+        order.append("wait")
+        return wait(ticket)
+
+    def gathered(layer: int, want: Wanted) -> tuple[torch.Tensor, torch.Tensor]:
+        order.append("gather")
+        return local(layer, want)
+
+    bench.side.lane.wait, bench.lanes._local = waited, gathered  # type: ignore[method-assign]
+    bench.room.begin_step()
+    begun = bench.lanes.prepare(2, bench.wanted())
+    bench.answer(bench.asked[0])
+    ((_, keys, _),) = bench.lanes.finish(begun)
+    assert order == ["wait", "gather", "wait"] and torch.equal(keys, bench.expected(2, 0))
+    stats = bench.room.stats
+    ((_, seconds, fetched, filled),) = stats.trace
+    assert seconds == stats.fetch_wait_s > 0 and stats.fetches == 1 == stats.steps
+    assert (fetched, filled) == (stats.bytes_on_demand, 0) == (3 * 2 * DIM * 2, 0)
