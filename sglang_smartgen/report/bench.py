@@ -29,6 +29,10 @@ BENCHMARKS = {
         "sglang_smartgen.report.bench_fill",
         "speculative fill: time between tokens and use of the network, credit beside credit",
     ),
+    "network": Command(
+        "sglang_smartgen.report.bench_network",
+        "every mode beside stock SGLang on a network of several rates",
+    ),
     "orders": Command(
         "sglang_smartgen.report.bench_orders",
         "bytes fetched on demand by order of blocks, and time of each step by credit",

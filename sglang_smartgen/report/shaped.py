@@ -19,6 +19,7 @@ from sglang_smartgen.config import ConfigError
 
 SHAPED_ENV = "SMARTGEN_SHAPED_MBIT"
 ADJUSTABLE = "adjustable"
+TOOLS = ("unshare", "ip", "tc")
 BUCKET_S = 0.004
 LARGEST_PACKET = 65536
 _SBIN = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
@@ -43,8 +44,22 @@ def enter_adjustable(given: str) -> None:
     given: the value of --mbit, for the messages. The first call replaces this process. Raises
     ConfigError where the machine does not allow it.
     """
-    if os.environ.get(SHAPED_ENV) != ADJUSTABLE:
+    if not is_adjustable():
         _start_again(ADJUSTABLE, given)
+
+
+def possible() -> bool:
+    """Whether this machine allows a namespace of its own."""
+    if is_adjustable():
+        return True
+    if os.geteuid() != 0 or any(shutil.which(tool, path=_SBIN) is None for tool in TOOLS):
+        return False
+    return subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode == 0
+
+
+def is_adjustable() -> bool:
+    """Whether this process is inside a namespace whose rate `set_rate` sets."""
+    return os.environ.get(SHAPED_ENV) == ADJUSTABLE
 
 
 def set_rate(mbit: int | None) -> None:
@@ -52,7 +67,7 @@ def set_rate(mbit: int | None) -> None:
 
     Raises ConfigError when the kernel refuses.
     """
-    if os.environ.get(SHAPED_ENV) != ADJUSTABLE:
+    if not is_adjustable():
         raise ConfigError("the rate of this machine's own loopback is never changed")
     line = "tc qdisc replace dev lo root noqueue" if mbit is None else _bucket("replace", mbit)
     done = subprocess.run(line.split(), capture_output=True, text=True, env=_tools_env())
@@ -77,7 +92,7 @@ def _start_again(mark: str, given: str) -> NoReturn:
     """Replace this process by the same command inside a namespace that is marked `mark`."""
     if os.geteuid() != 0:
         raise ConfigError(f"--mbit is {given}; to shape the network needs root")
-    for tool in ("unshare", "ip", "tc"):
+    for tool in TOOLS:
         if shutil.which(tool, path=_SBIN) is None:
             raise ConfigError(f"--mbit is {given}; to shape the network needs the program {tool}")
     os.environ[SHAPED_ENV] = mark
