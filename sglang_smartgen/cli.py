@@ -44,6 +44,10 @@ COMMANDS = {
         "sglang_smartgen.report.bench",
         "measure one part of SmartGen on this machine, two arms side by side",
     ),
+    "plot": Command(
+        "sglang_smartgen.report.plot",
+        "draw the figures of what `smartgen bench` has measured",
+    ),
 }
 
 

@@ -60,6 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--mbit", type=int, help="rate of the network (default: not shaped)")
     parser.add_argument("--quick", action="store_true", help="one text, few steps: does it run?")
+    parser.add_argument(
+        "--out", type=Path, help="append the report as a line of JSON, for smartgen plot"
+    )
     parser.add_argument("--format", choices=("terminal", "json"), default="terminal")
 
 
@@ -83,6 +86,9 @@ def run(args: argparse.Namespace) -> int:
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="smartgen-orders-")))
         found = Bench(args, shares, args.work or scratch, scratch / "logs").run()
+        if args.out is not None:
+            with args.out.open("a") as file:
+                file.write(json.dumps(found) + "\n")
         if args.format == "json":
             print(json.dumps(found), file=out, flush=True)
         else:

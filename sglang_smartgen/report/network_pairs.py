@@ -44,7 +44,6 @@ RECORD_KEYS = (
     "entries_fetched",
     "fetches",
     "fetch_wait_s",
-    "steps",
 )
 
 

@@ -202,7 +202,8 @@ RECORD: dict[str, Any] = {
 
 
 def test_a_row_has_its_records_in_seconds_since_it_was_sent() -> None:
-    made = row(grid().cells()[0], 5.0, [0.1] * 3)
+    cell = grid().cells()[0]
+    made = row(cell, 5.0, [0.1] * 3)
     push = {
         "began_at": 101.0,
         "prefill_s": 2.0,
@@ -214,6 +215,7 @@ def test_a_row_has_its_records_in_seconds_since_it_was_sent() -> None:
     assert (line["opened"], line["started"], line["prefill"]) == (0.5, 4.0, [1.0, 3.0])
     assert line["writes"][0] == [1.5, 2.0, 700, 6] and line["steps"] == [[4.5, 0.1, 3, 4]]
     assert made["descriptors"] == 7 and made["error"] is None
+    assert cells.cell_of(json.loads(json.dumps(made))) == cell
     add_record(made, {**RECORD, "fallback": "full transfer"}, None, 100.0)
     assert made["error"] == "not SmartGen's: full transfer"
 
