@@ -15,19 +15,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from sglang_smartgen.config import ConfigError, SmartGenConfig
-from sglang_smartgen.core.observe import WINDOW
 from sglang_smartgen.core.room_plan import RoomPlan
+from sglang_smartgen.engine.layer_capture import LayerCapture
 from sglang_smartgen.engine.model_facts import ModelFacts
+from sglang_smartgen.engine.peers import Peers
+from sglang_smartgen.engine.prefill_room import Announced, Outcome, PrefillRoom
 from sglang_smartgen.engine.push_policy import PushPolicy
+from sglang_smartgen.engine.room_endings import RoomEndings
 from sglang_smartgen.select.base import Selector
 from sglang_smartgen.transfer.fetch_server import Reply
 from sglang_smartgen.transfer.messages import (
@@ -39,10 +41,9 @@ from sglang_smartgen.transfer.messages import (
     Release,
     Released,
 )
-from sglang_smartgen.transfer.push import Peer, PushRoom, PushWorker
+from sglang_smartgen.transfer.push import PushRoom, PushWorker
 from sglang_smartgen.transfer.serve_channel import TransportSpec
 from sglang_smartgen.transfer.serve_parent import ServeError
-from sglang_smartgen.transfer.settler import Settler
 from sglang_smartgen.transfer.store import PrefillStore, StoreEntry
 from sglang_smartgen.transfer.store_server import StoreServer
 from sglang_smartgen.transfer.transport import Transport
@@ -54,34 +55,6 @@ STORE_TTL_S = 1800
 """Age after which an entry may make room: D releases its rooms, so it must have died."""
 FENCE_TIMEOUT_S = 30.0
 FINISHED_KEPT = 16
-
-
-class Outcome(Protocol):
-    """What the KV manager does when a room's pushes have ended."""
-
-    def live(self, room: int) -> bool:
-        """False once the room has failed or was aborted."""
-
-    def fail(self, room: int, cause: str) -> None:
-        """End a room that has not begun to push."""
-
-    def pushed(self, room: PushRoom) -> None:
-        """The planned blocks are on D, or `room.failure` says why not (push thread)."""
-
-
-class _Room(msgspec.Struct):
-    push: PushRoom
-    scheduler_holds: bool = True
-    ended: threading.Event = msgspec.field(default_factory=threading.Event)
-    finishing: bool = False
-    began: float | None = None  # when its first layer had run
-
-
-class _Announced(msgspec.Struct):
-    message: OpenRoom
-    peer: Peer | None
-    endpoint: Endpoint
-    slots: npt.NDArray[np.int64]
 
 
 class PrefillSide:
@@ -124,22 +97,22 @@ class PrefillSide:
         )
         self._reply = reply
         self._policy = PushPolicy(config, facts, selector, transport)
-        self._settler = Settler(
-            self._settle,
-            lambda release: reply(release.reply, Released(release.room, release.generation)),
-        )
-        self._peers: dict[str, Peer] = {}
-        self._announced: dict[int, _Announced] = {}
-        self._rooms: dict[int, _Room] = {}
+        self._peers = Peers(facts, selector.fingerprint())
+        self._announced: dict[int, Announced] = {}
+        self._rooms: dict[int, PrefillRoom] = {}
         self._lock = threading.Lock()
-        self._batch: list[int | None] = []
-        self._batch_slots: list[Tensor] | None = None
-        # Rooms of which a write failed: its late bytes must be fenced before a Released.
-        self._doubtful: set[tuple[int, int]] = set()
+        self._capture = LayerCapture(facts, self._push, self._rooms)
+        self._endings = RoomEndings(
+            self._room_of,
+            self._peers,
+            fence=lambda *arguments: self.server.fence(*arguments),
+            answer=self._answer,
+            push_timeout_s=PUSH_TIMEOUT_S,
+            fence_timeout_s=FENCE_TIMEOUT_S,
+        )
         self.bytes_proactive = 0
         self.bytes_metadata = 0
         self.finished: deque[dict[str, Any]] = deque(maxlen=FINISHED_KEPT)
-        self.layers_swept = 0
         self.fallbacks: dict[str, int] = {}
         self.server = self._start_server(process_transport, on_move)
 
@@ -152,17 +125,22 @@ class PrefillSide:
                 self._transport,
                 self.store,
                 process=spec if as_process else None,
-                peer_of=self.peer,
+                peer_of=self._peers.get,
                 reply=self._reply,
-                settle=self._settled,
+                settle=self._endings.settled,
                 released=self._released,
-                doubt=self._doubt,
+                doubt=self._endings.doubt,
                 moved=on_move,
                 timeout_s=self.config.fetch_timeout_s,
                 busy=self._push.busy,
             )
         except ServeError as error:
             raise ConfigError(f"store_server is 'process', which fails here: {error}") from None
+
+    @property
+    def layers_swept(self) -> int:
+        """Layers that the layer hook has missed, over all rooms."""
+        return self._capture.layers_swept
 
     @property
     def serve_endpoint(self) -> Endpoint | None:
@@ -173,34 +151,17 @@ class PrefillSide:
 
     def add_peer(self, registration: Registration, keys: list[int], values: list[int]) -> bool:
         """A decode rank announced itself; False when its layout differs (stock transfer)."""
-        g = self.facts.geometry
-        same = (
-            registration.layers == g.layers == len(keys) == len(values)
-            and registration.kv_row_bytes == g.row_bytes
-            and registration.tp_size == self.facts.tp_size
-            and registration.fingerprint == self._selector.fingerprint()
-        )
-        if same:
-            self._peers[registration.session] = Peer(registration, keys, values)
-            self.server.add_peer(registration)
-        else:
-            logger.warning(
-                "decode session %s differs from this node (selector, KV layout or TP size); its "
-                "requests get a full transfer",
-                registration.session,
-            )
-        return same
-
-    def peer(self, session: str) -> Peer | None:
-        """The registered decode rank of a session."""
-        return self._peers.get(session)
+        if not self._peers.add(registration, keys, values):
+            return False
+        self.server.add_peer(registration)
+        return True
 
     def announce(
         self, message: OpenRoom, session: str, endpoint: Endpoint, slots: npt.NDArray[np.int64]
     ) -> None:
         """D opened a room and gave its slots; the request itself may not be here yet."""
         # The peer as it is now: a decode node restarted under this session has other addresses.
-        announced = _Announced(message, self._peers.get(session), endpoint, slots)
+        announced = Announced(message, self._peers.get(session), endpoint, slots)
         with self._lock:
             self._announced[message.room] = announced
 
@@ -240,7 +201,7 @@ class PrefillSide:
             self.store.drop(room, announced.message.generation)
         return self._fall_back(room, reason or "prefill store full")
 
-    def _obstacle(self, announced: _Announced, prompt_len: int) -> str | None:
+    def _obstacle(self, announced: Announced, prompt_len: int) -> str | None:
         """Why an announced room cannot be SmartGen's, if it cannot."""
         if announced.peer is None:
             return "peer differs"
@@ -258,11 +219,11 @@ class PrefillSide:
             entry = self.store.open(room, generation, prompt_len, users=2)
         return entry
 
-    def _make_room(self, announced: _Announced, entry: StoreEntry, plan: RoomPlan) -> _Room:
+    def _make_room(self, announced: Announced, entry: StoreEntry, plan: RoomPlan) -> PrefillRoom:
         message, peer = announced.message, announced.peer
         assert peer is not None
         session = peer.registration.session
-        return _Room(
+        return PrefillRoom(
             PushRoom(
                 entry=entry,
                 plan=plan,
@@ -294,8 +255,7 @@ class PrefillSide:
 
     def set_batch(self, rooms: list[int | None]) -> None:
         """The rooms of the batch that runs next, in the order of its rows."""
-        self._batch = rooms if any(room in self._rooms for room in rooms) else []
-        self._batch_slots = None
+        self._capture.set_batch(rooms)
 
     def on_layer(
         self, layer: int, rows: Tensor, stops: list[int], new: list[int], queries: Tensor
@@ -306,33 +266,7 @@ class PrefillSide:
         queries of each row's `new` last tokens, row after row. Copies what is new to the store and
         wakes the push.
         """
-        if not self._batch:
-            return
-        if self._batch_slots is None:
-            table = self.facts.req_to_token
-            self._batch_slots = [
-                table[row, :stop].to(torch.int64)
-                for row, stop in zip(rows.tolist()[: len(stops)], stops, strict=True)
-            ]
-        end = 0
-        for room, slots, count in zip(self._batch, self._batch_slots, new, strict=True):
-            end += count
-            state = self._rooms.get(room) if room is not None else None
-            if state is not None and state.scheduler_holds:
-                state.began = state.began or time.monotonic()
-                if len(slots) >= state.push.entry.prompt_len and state.push.plan.looks:
-                    last = queries[max(end - count, end - WINDOW) : end]
-                    shape = self.facts.shape
-                    state.push.queries[layer] = last.reshape(
-                        -1, shape.q_heads, shape.head_dim
-                    ).clone()
-                self._capture(state, layer, slots)
-
-    def _capture(self, state: _Room, layer: int, slots: Tensor) -> None:
-        entry = state.push.entry
-        stop = min(len(slots), entry.prompt_len)
-        if entry.capture(layer, slots, self.facts.keys[layer], self.facts.values[layer], stop):
-            self._push.layer_ready(state.push, layer)
+        self._capture.on_layer(layer, rows, stops, new, queries)
 
     def finish(self, room: int, slots: Tensor) -> None:
         """The whole prompt is in the pool at `slots` [prompt_len]: SGLang's last send."""
@@ -340,12 +274,7 @@ class PrefillSide:
         if state is None or not state.scheduler_holds:
             return
         entry = state.push.entry
-        swept = [layer for layer, stop in enumerate(entry.captured) if stop < entry.prompt_len]
-        for layer in swept:
-            self._capture(state, layer, slots)
-        if swept:
-            self.layers_swept += len(swept)
-            logger.warning("room %s: the layer hook missed layers %s", room, swept)
+        self._capture.sweep(state, slots)
         if state.began is not None:
             state.push.prefill_s = time.monotonic() - state.began
             self._policy.speed.learn(entry.prompt_len, state.push.prefill_s)
@@ -361,7 +290,7 @@ class PrefillSide:
                 state.scheduler_holds = False
                 self._forget_if_over(state)
 
-    def _forget_if_over(self, state: _Room) -> None:
+    def _forget_if_over(self, state: PrefillRoom) -> None:
         if state.ended.is_set() and not state.scheduler_holds:
             del self._rooms[state.push.entry.room]
 
@@ -385,7 +314,7 @@ class PrefillSide:
                     state.push.ended_early = "the request ended before its prefill did"
             self._finish(state)
 
-    def _finish(self, state: _Room) -> None:
+    def _finish(self, state: PrefillRoom) -> None:
         with self._lock:
             if state.finishing:
                 return
@@ -407,7 +336,7 @@ class PrefillSide:
             self._outcome.pushed(push)
         finally:
             if push.failure is not None:
-                self._doubt(room, push.entry.generation)
+                self._endings.doubt(room, push.entry.generation)
             if push.failure or push.ended_early or not push.keep:
                 self.server.drop(room, push.entry.generation)
             self.store.release(push.entry)
@@ -421,36 +350,13 @@ class PrefillSide:
         """The server process has settled a Release on its side; now ours."""
         self.cancel(release.room, release.generation)
         self.server.drop(release.room, release.generation)
-        if self._settled(release):
-            self._reply(release.reply, Released(release.room, release.generation))
+        if self._endings.settled(release):
+            self._answer(release)
 
-    def _doubt(self, room: int, generation: int) -> None:
-        self._doubtful.add((room, generation))
+    def _answer(self, release: Release) -> None:
+        self._reply(release.reply, Released(release.room, release.generation))
 
-    def _settled(self, release: Release) -> bool:
-        """True when no write of this generation can land any more; else the settler takes over."""
-        state = self._room_of(release)
-        key = (release.room, release.generation)
-        if (state is None or state.ended.is_set()) and key not in self._doubtful:
-            return True
-        self._settler.submit(release)
-        return False
-
-    def _settle(self, release: Release) -> bool:
-        """Wait for the room's last write, and fence when one failed; False at the deadline."""
-        state = self._room_of(release)
-        if state is not None and not state.ended.wait(PUSH_TIMEOUT_S):
-            return False
-        key = (release.room, release.generation)
-        peer = self._peers.get(release.session)
-        if key in self._doubtful and peer is not None:
-            r = peer.registration
-            if not self.server.fence(r.session, r.scratch, FENCE_TIMEOUT_S):
-                return False
-        self._doubtful.discard(key)
-        return True
-
-    def _room_of(self, release: Release) -> _Room | None:
+    def _room_of(self, release: Release) -> PrefillRoom | None:
         with self._lock:
             state = self._rooms.get(release.room)
         same = state is not None and state.push.entry.generation == release.generation
@@ -458,6 +364,7 @@ class PrefillSide:
 
     def snapshot(self) -> dict[str, Any]:
         """State for `/server_info`."""
+        sessions = self._peers.sessions()
         return {
             "role": "prefill",
             "config": msgspec.to_builtins(self.config),
@@ -465,10 +372,7 @@ class PrefillSide:
             "bytes_metadata": self.bytes_metadata,
             **self.server.snapshot(),
             "layers_swept": self.layers_swept,
-            "bandwidth": max(
-                (rate for peer in list(self._peers) if (rate := self._transport.bandwidth(peer))),
-                default=None,
-            ),
+            "bandwidth": max(filter(None, map(self._transport.bandwidth, sessions)), default=None),
             "fallbacks": dict(self.fallbacks),
             "finished": list(self.finished),
             "open_rooms": len(self._rooms),
@@ -478,7 +382,7 @@ class PrefillSide:
         }
 
 
-def _record(state: _Room) -> dict[str, Any]:
+def _record(state: PrefillRoom) -> dict[str, Any]:
     """When a room computed and what it pushed; times are monotonic seconds of this machine."""
     push = state.push
     return {
