@@ -224,7 +224,7 @@ def test_other_overrides_are_refused_with_the_list_of_allowed_keys(overrides: ob
     assert str(caught.value) == (
         f"custom_params.smartgen is {overrides!r}; allowed is an object with the keys "
         "mode, ratio, lookahead, parallel_lanes, proactive_blocks, order, speculative_ratio, "
-        "credit, record, recording, trace"
+        "credit, record, recording, verify, trace"
     )
 
 
