@@ -11,12 +11,11 @@ from small_rank import SmallRank, hata
 
 from sglang_smartgen.config import SmartGenConfig
 from sglang_smartgen.core.mask import LOCAL
+from sglang_smartgen.engine import decode_rooms
 from sglang_smartgen.engine import decode_side as module
-from sglang_smartgen.engine.decode_side import DecodeSide
-from sglang_smartgen.transfer import quarantine
+from sglang_smartgen.engine.decode_side import RESEND_S, DecodeSide
 from sglang_smartgen.transfer.fake import FakeNetwork, FakeTransport
 from sglang_smartgen.transfer.messages import Endpoint, Hello, Message, OpenRoom, Started
-from sglang_smartgen.transfer.quarantine import RESEND_S
 
 ROOM, ROW, TOKENS = 7, 2, 150  # longer than hata's anchor of 128 tokens
 P_END, D_END = Endpoint("p", 1), Endpoint("d", 2)
@@ -32,11 +31,11 @@ class Bench:
         self.now = 1000.0
         clock = SimpleNamespace(monotonic=lambda: self.now, time_ns=lambda: 5 << 20)
         monkeypatch.setattr(module, "time", clock)
-        monkeypatch.setattr(quarantine, "time", clock)
         self.refusing: set[Endpoint] = set()
-        monkeypatch.setattr(module, "refuses_connections", lambda peer: peer in self.refusing)
+        monkeypatch.setattr(decode_rooms, "refuses_connections", lambda peer: peer in self.refusing)
         self.sent: list[tuple[Endpoint, Message]] = []
         self.freed: list[int] = []
+        self.failed: list[tuple[int, str]] = []
         self.rank = SmallRank(1)
         self.side = DecodeSide(
             config=config,
@@ -47,6 +46,7 @@ class Bench:
             reply=D_END,
             send=lambda peer, message: self.sent.append((peer, message)),
             rank=0,
+            fail_request=lambda room, cause: self.failed.append((room, cause)),
         )
         self.slots = self.rank.slots(TOKENS)
 
@@ -74,11 +74,11 @@ class Bench:
         assert message is not None
         return message
 
-    def started(self, generation: int, left: int = 0) -> None:
-        self.side.on_message(Started(ROOM, generation, 111, 22, 0.5, left))
+    def started(self, generation: int, left: int = 0, epoch: int = 0) -> None:
+        self.side.on_message(Started(ROOM, generation, 111, 22, 0.5, left, epoch))
 
-    def hello(self) -> None:
-        self.side.on_message(Hello(P_END.host, P_END.port))
+    def hello(self, epoch: int = 0) -> None:
+        self.side.on_message(Hello(P_END.host, P_END.port, epoch=epoch))
 
     def mark(self, *layers: int) -> None:
         """What P's mask writes for whole layers leave behind."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sglang_smartgen.config import SmartGenConfig
+from sglang_smartgen.core import decode_room as core
 from sglang_smartgen.core.geometry import DENSE_LAYERS, KVGeometry
 from sglang_smartgen.core.mask import LOCAL, REMOTE
 from sglang_smartgen.engine.decode_room import DecodeRoom
@@ -134,9 +135,9 @@ class Bench:
     def _decode_room(self, room: int, slots: torch.Tensor) -> DecodeRoom:
         mask = torch.full((LAYERS, TOKENS), REMOTE, dtype=torch.int8)
         mask[:DENSE_LAYERS] = LOCAL
+        limits = core.DecodeLimits(open_s=99.0, ask_s=99.0, resend_s=99.0, limit_s=99.0)
         made = DecodeRoom(
-            room=room,
-            generation=1,
+            machine=core.DecodeRoom(room, 1, 0.0, limits),
             rid="",
             row=0,
             slots=slots,

@@ -162,6 +162,10 @@ class DecodeRoom:
             return []
         return self._settled(now)
 
+    def stock(self, now: float) -> list[DecodeAction]:
+        """P turned out not to speak SmartGen: it never writes for it, and is never asked."""
+        return self._settled(now)
+
     def peer_gone(self, now: float) -> list[DecodeAction]:
         """The P process that got the slots has ended, and its writes with it.
 

@@ -1,10 +1,11 @@
-"""One request on D: its row, what of its prompt is local, and how it ends."""
+"""One request on D: its row, what of its prompt is local, and the machine that says how it ends."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sglang_smartgen.config import SmartGenConfig
+from sglang_smartgen.core import decode_room as core
 from sglang_smartgen.core import recordings
 from sglang_smartgen.core.checksums import STRETCH, layer_checksums, whole_stretches
 from sglang_smartgen.core.counts import counts
@@ -62,13 +64,13 @@ class DecodeRoom:
     mask: int8 [layers, prompt_len], P writes it (1 = the token's bytes are on D in that layer).
     held: int8 [sparse_layers, kv_heads, prompt_len], D writes it: 1 = this entry was fetched and is
     kept in the pool. An entry is local when either says so, so `minimum` of the two is its status.
+    machine: what may be asked of P and when slots are free; DecodeRooms does what it answers.
     """
 
     def __init__(
         self,
         *,
-        room: int,
-        generation: int,
+        machine: core.DecodeRoom,
         rid: str,
         row: int,
         slots: Tensor,
@@ -78,8 +80,9 @@ class DecodeRoom:
         config: SmartGenConfig,
         geometry: KVGeometry,
     ) -> None:
-        self.room = room
-        self.generation = generation
+        self.machine = machine
+        self.room = room = machine.room
+        self.generation = machine.generation
         self.rid = rid
         self.row = row
         self.slots = slots
@@ -88,15 +91,12 @@ class DecodeRoom:
         self.bootstrap_addr = bootstrap_addr
         self.config = config
         self.geometry = geometry
-        self.opened = time.monotonic()
         self.prompt_len = int(slots.numel())
         self.k = budget(self.prompt_len, config.ratio)
         self.started: Started | None = None
-        self.running = False  # P's writes to slots and mask are complete
         self.left = 0  # entries that are only on P, as P last counted
-        self.released = False  # a Release was sent: nothing more is wanted of P
-        self.settled = False  # P has promised that nothing of this generation lands any more
-        self.failure: str | None = None
+        self.told = False  # P has told SGLang itself that the request failed
+        self.free: Callable[[], None] | None = None  # gives slots and row back, set at the end
         self.layer_is_local = [False] * geometry.layers
         self.held = torch.full(
             (len(geometry.sparse_layers), geometry.kv_heads, self.prompt_len),
@@ -106,7 +106,12 @@ class DecodeRoom:
         self.counts: Tensor | None = None
         if config.record:
             self.counts = torch.zeros(self.held.shape, dtype=torch.int32)
-        self.stats = RoomStats(rid, room, config.mode, self.prompt_len, opened_at=self.opened)
+        self.stats = RoomStats(rid, room, config.mode, self.prompt_len, opened_at=time.monotonic())
+
+    @property
+    def failure(self) -> str | None:
+        """Why the room failed, when it did."""
+        return self.machine.failure
 
     @property
     def selects_all(self) -> bool:
@@ -123,9 +128,12 @@ class DecodeRoom:
         """True when every entry is here; `left` alone would not notice that a message was lost."""
         return all(self.status(layer) is None for layer in range(self.geometry.layers))
 
+    def missing(self, left: int) -> int:
+        """How many entries are not here when P counts `left`; its count misses a lost message."""
+        return left or int(not self.all_local)
+
     def commit(self, whole: bool) -> None:
         """P reported success: on partial KV, or with the `whole` KV here."""
-        self.running = True
         self.stats.started_at = time.monotonic()
         if whole:
             self.mask.fill_(LOCAL)
@@ -169,7 +177,7 @@ class DecodeRoom:
         arena has for a room.
         """
         config, g = self.config, self.geometry
-        if config.mode != "smartgen" or not config.speculative_ratio or self.failure is not None:
+        if config.mode != "smartgen" or not config.speculative_ratio or not self.machine.may_grant:
             return 0
         if config.credit == "fixed":
             share = math.ceil(config.speculative_ratio * self.prompt_len * g.token_bytes)
@@ -283,9 +291,7 @@ class DecodeRoom:
 
     def fail(self, cause: str) -> None:
         """Remember the first cause; the scheduler hook ends the request with it."""
-        if self.failure is None:
-            self.failure = cause
-            counts.failed(cause)
+        self.machine.failed(cause)
 
 
 def _runs(layers: Tensor) -> list[tuple[int, int, int]]:

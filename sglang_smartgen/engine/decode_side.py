@@ -18,16 +18,21 @@ import torch
 from torch import Tensor
 
 from sglang_smartgen.config import SmartGenConfig
+from sglang_smartgen.core import decode_room as core
 from sglang_smartgen.core import recordings
+from sglang_smartgen.core.counts import counts
 from sglang_smartgen.core.mask import LOCAL, PADDING, REMOTE
 from sglang_smartgen.engine.decode_room import DecodeRoom
+from sglang_smartgen.engine.decode_rooms import DecodeRooms, Placed
 from sglang_smartgen.engine.model_facts import ModelFacts
+from sglang_smartgen.engine.prefill_peers import PrefillPeers
 from sglang_smartgen.select.base import Selector
 from sglang_smartgen.transfer.arena import Arena
 from sglang_smartgen.transfer.fill_lane import FILL_BYTES, Credit, FillLane
 from sglang_smartgen.transfer.messages import (
     VERSION,
     Endpoint,
+    Failed,
     FetchDone,
     Filled,
     Hello,
@@ -38,7 +43,6 @@ from sglang_smartgen.transfer.messages import (
     Released,
     Started,
 )
-from sglang_smartgen.transfer.quarantine import Quarantine, refuses_connections
 from sglang_smartgen.transfer.region import HostRegion
 from sglang_smartgen.transfer.remote_lane import RemoteLane, Send
 from sglang_smartgen.transfer.residual import Portion
@@ -46,8 +50,9 @@ from sglang_smartgen.transfer.transport import Transport
 
 logger = logging.getLogger(__name__)
 
-QUARANTINE_LIMIT_S = 120.0  # more than P may spend on one write and its fence
-HELLO_LIMIT_S = 5.0
+OPEN_LIMIT_S = 360.0  # more than SGLang's own patience, which ends a request with its own words
+RESEND_S = 1.0
+QUARANTINE_LIMIT_S = 180.0  # more than P's lease, one write of P and its late bytes together
 FINISHED_KEPT = 256
 
 
@@ -65,13 +70,25 @@ class DecodeSide:
         reply: Endpoint,
         send: Send,
         rank: int,
+        fail_request: Callable[[int, str], None] = lambda room, cause: None,
+        open_limit_s: float = OPEN_LIMIT_S,
     ) -> None:
+        """fail_request: end a request that SGLang still waits for. open_limit_s: from opening a
+        room to its start; SGLang's own patience must be shorter.
+        """
         self.config = config
         self.facts = facts
         self.selector = selector
         self._session = session
         self._reply = reply
         self._send = send
+        self._fail_request = fail_request
+        self._limits = core.DecodeLimits(
+            open_s=open_limit_s,
+            ask_s=config.fetch_timeout_s,
+            resend_s=RESEND_S,
+            limit_s=QUARANTINE_LIMIT_S,
+        )
         g = facts.geometry
         rows, max_len = facts.req_to_token.shape
         slots = facts.keys[0].shape[0]
@@ -90,14 +107,15 @@ class DecodeSide:
         ):
             transport.register(memory.region)
         self.lane = RemoteLane(session, reply, self._send_to_store, config.fetch_timeout_s)
-        self.quarantine = Quarantine(QUARANTINE_LIMIT_S)
         self._epoch = time.time_ns()
         self._generation = self._epoch >> 20
-        self._rooms: dict[int, DecodeRoom] = {}
-        self._by_row: dict[int, DecodeRoom] = {}
-        self._smart_peers: set[Endpoint] = set()
-        self._serve: dict[Endpoint, Endpoint] = {}  # P's bootstrap endpoint -> its store's server
-        self._first_seen: dict[Endpoint, float] = {}
+        self._peers = PrefillPeers()
+        self._rooms = DecodeRooms(
+            self._peers,
+            send_release=self._send_release,
+            fail_request=self._fail_waiting,
+            free_ranges=self._free_ranges,
+        )
         self.finished: deque[dict[str, Any]] = deque(maxlen=FINISHED_KEPT)
         self.rank = rank
         self.counters = {"rooms": 0, "failures": 0, "stretches_checked": 0, "stretches_wrong": 0}
@@ -165,9 +183,10 @@ class DecodeSide:
         self.masks[:, row].fill_(PADDING)
         mask = self.masks[:, row, :prompt_len]
         mask.fill_(REMOTE)
+        now = time.monotonic()
+        self._rooms.pump(now)
         state = DecodeRoom(
-            room=room,
-            generation=self._generation,
+            machine=core.DecodeRoom(room, self._generation, now, self._limits),
             rid=rid,
             row=row,
             slots=slots,
@@ -177,12 +196,12 @@ class DecodeSide:
             config=config,
             geometry=g,
         )
-        self._rooms[room] = state
-        self._by_row[row] = state
+        self._rooms.add(state)
         self.counters["rooms"] += 1
         if peer is None:
+            self._rooms.act(state, state.machine.stock(now))
             return None
-        self._first_seen.setdefault(peer, time.monotonic())
+        self._peers.meet(peer, now)
         k_r = config.proactive_blocks_of(g.layers)
         return OpenRoom(
             version=VERSION,
@@ -203,15 +222,17 @@ class DecodeSide:
 
     def room_of_row(self, row: int) -> DecodeRoom | None:
         """The SmartGen room that owns a row, or None (short prompt, health check)."""
-        return self._by_row.get(row)
+        return self._rooms.of_row(row)
 
     def room(self, room: int) -> DecodeRoom | None:
         """The state of a room number."""
-        return self._rooms.get(room)
+        return self._rooms.of_number(room)
 
     def commit(self, room: int) -> None:
         """SGLang took the request over for decode: fix what is local and complete the metadata."""
-        state = self._rooms.get(room)
+        now = time.monotonic()
+        self._rooms.pump(now)
+        state = self._rooms.of_number(room)
         if state is None:
             return
         # A SmartGen push marks layers 0 and 1 first of all, so a mask without a mark is a stock
@@ -219,7 +240,11 @@ class DecodeSide:
         whole = state.started is None and not bool((state.mask == LOCAL).any())
         state.commit(whole)
         self._verify(state)
-        if whole:
+        if not whole:
+            # P's success says the same as the Started before it, which may have been lost.
+            self._rooms.act(state, state.machine.started(state.missing(state.left), now))
+        else:
+            state.machine.whole(now)
             self._count_fallback("full transfer")
             state.stats.fallback = "full transfer"
             logger.info("room %s: full transfer, prompt tokens: %d", room, state.prompt_len)
@@ -255,39 +280,36 @@ class DecodeSide:
             case FetchDone():
                 self.lane.answered(message)
             case Started(room=room, generation=generation):
-                state = self._rooms.get(room)
-                if state is not None and state.generation == generation:
-                    state.started = message
-                    if state.peer is not None:
-                        self._smart_peers.add(state.peer)
+                state = self._rooms.of_generation(room, generation)
+                if state is not None and state.peer is not None:
+                    self._peers.speaks(state.peer)
+                self._rooms.post(message)
+            case Released() | Failed():
+                self._rooms.post(message)
             case Filled():
                 self.fill.filled(message)
-            case Released(room=room, generation=generation):
-                state = self._rooms.get(room)
-                if state is not None and state.generation == generation:
-                    state.settled = True
-                self.quarantine.acknowledge(room, generation)
-            case Hello(host=host, port=port, serve=serve):
-                self._greeted(Endpoint(host, port), serve or Endpoint(host, port))
+                if message.failure is not None:
+                    self._rooms.post(message)
+            case Hello(host=host, port=port):
+                before = self._peers.greeted(message)
+                if before is not None:
+                    cause = f"the store server at {before.host}:{before.port} has ended"
+                    self.lane.lost(Endpoint(host, port), cause)
+                self._rooms.post(message)
             case _:
                 logger.warning("SmartGen: unexpected %s on a decode node", type(message).__name__)
 
-    def _greeted(self, peer: Endpoint, serve: Endpoint) -> None:
-        self._smart_peers.add(peer)
-        before = self._serve.get(peer, serve)
-        self._serve[peer] = serve
-        if before != serve:
-            self.lane.lost(peer, f"the store server at {before.host}:{before.port} has ended")
-
     def _send_to_store(self, peer: Endpoint, message: Message) -> None:
         """Fetch, Grant or Release to whoever serves that P's store; before its Hello, to P."""
-        self._send(self._serve.get(peer, peer), message)
+        self._send(self._peers.server(peer), message)
 
     def begin_step(self, rows: list[int]) -> None:
         """A decode step of these rows begins: grant its credits, let P go where all is here."""
+        now = time.monotonic()
+        self._rooms.pump(now)
         credits: list[Credit] = []
         for row in rows:
-            state = self._by_row.get(row)
+            state = self._rooms.of_row(row)
             if state is None or state.started is None or state.peer is None:
                 continue
             if state.left:
@@ -295,9 +317,8 @@ class DecodeSide:
                 if most:
                     paced = state.config.credit == "adaptive"
                     credits.append(Credit(state.room, state.generation, state.peer, paced, most))
-            elif not state.released and state.all_local:
-                state.released = True
-                self._send_release(state)
+            elif state.machine.may_ask and state.all_local:
+                self._rooms.act(state, state.machine.all_here(now))
         if credits:
             self.fill.grant(credits)
 
@@ -305,13 +326,37 @@ class DecodeSide:
         self, room: int, generation: int, portion: Portion, piece: Tensor, left: int
     ) -> None:
         """Speculative bytes of a room that is still open (fill thread, under the lane's lock)."""
-        state = self._rooms.get(room)
-        if state is not None and state.generation == generation:
+        state = self._rooms.of_generation(room, generation)
+        if state is not None and state.machine.may_ask:
             state.place(portion, piece, left, self.facts.keys, self.facts.values)
+            self._rooms.post(Placed(room, generation))
+
+    def release(self, room: int, finish: str, free: Callable[[], None]) -> None:
+        """The request is over; run `free` (slots and row) once P can no longer write to them.
+
+        That is at once for a room that has started: P has completed every write to slots and mask,
+        and writes to the arenas only, whose ranges stay with the room until P has let go of it.
+        finish: SGLang's finish reason (`stop`, `length`, `abort`) or `retracted`, for the record.
+        """
+        now = time.monotonic()
+        self._rooms.pump(now)
+        state = self._rooms.of_number(room)
+        if state is None:
+            free()
+            return
+        self.fill.stop(room, state.generation)
+        self._verify(state)
+        self._record(state, finish)
+        if state.peer is not None and self._peers.is_stock(state.peer, now):
+            self._rooms.act(state, state.machine.stock(now))
+        self._rooms.end(state, free, now)
+
+    # What the rooms' machines want ----------------------------------------------------------
 
     def _send_release(self, state: DecodeRoom) -> None:
-        """Tell P that this generation is over, once; a repeat has no effect."""
-        assert state.peer is not None
+        """Tell P that this generation is over; a repeat has no effect."""
+        if state.peer is None or not self._peers.is_smart(state.peer):
+            return  # it may still say Hello; asked again then
         try:
             self._send_to_store(
                 state.peer, Release(state.room, state.generation, self._session, self._reply)
@@ -319,60 +364,19 @@ class DecodeSide:
         except Exception as error:
             logger.debug("release of room %s: %s", state.room, error)
 
-    def release(self, room: int, finish: str, free: Callable[[], None]) -> None:
-        """The request is over; run `free` (slots and row) once P can no longer write to them.
+    def _fail_waiting(self, state: DecodeRoom) -> None:
+        """End a request that waits for its prefill, unless P has told SGLang itself."""
+        if not state.told and state.failure is not None:
+            self._fail_request(state.room, state.failure)
 
-        That is at once for a room that runs: P has completed every write to slots and mask, and
-        writes to the arenas only, whose ranges stay with the room until P has let go of it.
-        finish: SGLang's finish reason (`stop`, `length`, `abort`) or `retracted`, for the record.
-        """
-        state = self._rooms.get(room)
-        if state is None:
-            free()
-            return
-        self.fill.stop(room, state.generation)
-        del self._rooms[room]
-        self._verify(state)
-        self._record(state, finish)
-        del self._by_row[state.row]
-        slots = 0 if state.running else state.prompt_len
-        if state.running:
-            free()
-            free = _nothing
-        peer = state.peer
-        if peer is None or state.settled or self._is_stock(peer):
-            self._free(state, free)
-            return
-
-        def resend() -> None:
-            if peer in self._smart_peers:
-                self._send_release(state)
-
-        self.quarantine.hold(
-            room,
-            state.generation,
-            free=lambda: self._free(state, free),
-            resend=resend,
-            cannot_write=lambda: self._is_stock(peer) or refuses_connections(peer),
-            slots=slots,
-        )
-
-    def _is_stock(self, peer: Endpoint) -> bool:
-        """True when a P has had time to say Hello and has not: it never writes for SmartGen.
-
-        It must not be sent our messages either: SGLang's bootstrap thread dies of an unknown one.
-        """
-        late = time.monotonic() - self._first_seen[peer] > HELLO_LIMIT_S
-        return late and peer not in self._smart_peers
-
-    def _free(self, state: DecodeRoom, free: Callable[[], None]) -> None:
-        self.arena.settled(state.room, state.generation)
-        self.fill.settled(state.room, state.generation)
-        free()
+    def _free_ranges(self, room: int, generation: int) -> None:
+        self.arena.settled(room, generation)
+        self.fill.settled(room, generation)
 
     def _record(self, state: DecodeRoom, finish: str) -> None:
         if state.failure is not None:
             self.counters["failures"] += 1
+            counts.failed(state.failure)
         record = msgspec.to_builtins(state.stats)
         record |= {"finish": finish, "failure": state.failure}
         self.finished.append(record)
@@ -380,9 +384,15 @@ class DecodeSide:
             state.write_recording()
 
     def drain(self) -> None:
-        """Free what has left quarantine; the scheduler calls it on every turn of its loop."""
-        if len(self.quarantine):
-            self.quarantine.drain()
+        """Free what P has let go of; the scheduler calls it on every turn of its loop."""
+        now = time.monotonic()
+        self._rooms.pump(now)
+        self._rooms.tick(now)
+
+    @property
+    def quarantined_rooms(self) -> int:
+        """Rooms that are over but of which P may still write to slots or ranges."""
+        return self._rooms.ending
 
     def snapshot(self) -> dict[str, Any]:
         """State for `/server_info`."""
@@ -392,15 +402,11 @@ class DecodeSide:
             "counters": dict(self.counters),
             "fallbacks": dict(self.fallbacks),
             "open_rooms": len(self._rooms),
-            "quarantined_rooms": len(self.quarantine),
-            "quarantined_slots": self.quarantine.slots,
+            "quarantined_rooms": self.quarantined_rooms,
+            "quarantined_slots": self._rooms.held_slots,
             "quarantined_slabs": self.arena.quarantined,
-            "residual_blocks": sum(room.residual_blocks for room in list(self._rooms.values())),
+            "residual_blocks": sum(room.residual_blocks for room in self._rooms.open),
             "granted_bytes": self.fill.granted_bytes,
             "fetch_wait_s": self.lane.seconds_waited,
             "finished": list(self.finished),
         }
-
-
-def _nothing() -> None:
-    """The slots are free already."""

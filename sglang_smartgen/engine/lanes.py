@@ -90,10 +90,13 @@ class Lanes:
             waited += self._wait(ticket)[1]
         gathered = list(self._local_lane(layer, prepared.wanted))
         failures, seconds = self._wait(ticket)
+        now = time.monotonic()
         for want in remote:
             assert want.split is not None
             size = int(want.split.remote.sum()) * self._geometry.entry_bytes
             want.room.fetched(waited + seconds, size)
+            number, failure = ticket.number_of[want.room.room], failures.get(want.room.room)
+            want.room.machine.answered(number, failure, now)
         self._place_all(layer, remote, gathered, failures)
         self._return_slab(slab, remote, failures)
         yield from gathered
@@ -127,7 +130,7 @@ class Lanes:
             )
             return False
         want.split = split
-        return room.failure is None
+        return room.machine.may_ask
 
     def _ask(self, layer: int, remote: list[Wanted]) -> tuple[Slab, Ticket] | None:
         """Ask each P for what is remote; None, and the rooms failed, when no slab is safe."""
@@ -155,7 +158,11 @@ class Lanes:
             stats.bytes_on_demand += entries * self._geometry.entry_bytes
             if layer not in stats.fetched_layers:
                 stats.fetched_layers.append(layer)
-        return slab, self._side.lane.ask(layer, asks)
+        ticket = self._side.lane.ask(layer, asks)
+        now = time.monotonic()
+        for want in remote:
+            want.room.machine.asked(ticket.number_of[want.room.room], now)
+        return slab, ticket
 
     def _local(self, layer: int, want: Wanted) -> tuple[Tensor, Tensor]:
         """Gather every wanted entry from the pool; remote ones are overwritten when they arrive."""
@@ -177,7 +184,6 @@ class Lanes:
         for want in remote:
             keys, values = by_index[want.index]
             if want.room.room in failures:
-                want.room.fail(failures[want.room.room])
                 keys.zero_()
                 values.zero_()
             else:

@@ -55,6 +55,8 @@ logger = logging.getLogger(__name__)
 
 REGISTRATION_FRAMES = 20
 METADATA_FRAMES = 10
+OPEN_GRACE_S = 60.0
+"""What a room may wait longer than SGLang does, so that SGLang ends it with its own words."""
 
 
 class SmartGenKVManager(MooncakeKVManager):
@@ -106,6 +108,8 @@ class SmartGenKVManager(MooncakeKVManager):
                 reply=Endpoint(self.local_ip, self.rank_port),
                 send=_send_to_prefill,
                 rank=self.attn_tp_rank,
+                fail_request=self.fail_waiting,
+                open_limit_s=self.waiting_timeout + OPEN_GRACE_S,
             )
             runtime.set_decode_side(self.decode)
 
@@ -168,7 +172,8 @@ class SmartGenKVManager(MooncakeKVManager):
         assert self.prefill is not None
         bootstrap = Endpoint(self.local_ip, self.rank_port)
         serve = self.prefill.serve_endpoint or bootstrap
-        self.send_control(endpoint, Hello(bootstrap.host, bootstrap.port, serve))
+        epoch = self.prefill.epoch
+        self.send_control(endpoint, Hello(bootstrap.host, bootstrap.port, serve, epoch))
 
     def greet_all(self) -> None:
         """The store is served elsewhere from now on."""
@@ -193,12 +198,10 @@ class SmartGenKVManager(MooncakeKVManager):
         if frames[0] != TAG:
             return False
         message = from_frames(frames)
-        if isinstance(message, Failed):
-            if message.room in self.request_status:
-                self.causes[message.room] = message.cause
-        else:
-            assert self.decode is not None
-            self.decode.on_message(message)
+        if isinstance(message, Failed) and message.room in self.request_status:
+            self.causes[message.room] = message.cause
+        assert self.decode is not None
+        self.decode.on_message(message)
         return True
 
     # Messages out ---------------------------------------------------------------------------
@@ -252,7 +255,7 @@ class SmartGenKVManager(MooncakeKVManager):
                 # Late bytes may still land: SGLang must not acknowledge an abort of this room.
                 self._poison_unsettled_send(room)
             if cause := push.failure or push.ended_early:
-                self.fail(room, cause, push.reply)
+                self.fail(room, cause, push)
         finally:
             self.let_drain(room)
 
@@ -278,6 +281,7 @@ class SmartGenKVManager(MooncakeKVManager):
                 push.metadata_bytes,
                 push.prefill_s,
                 push.entry.residual.left,
+                self.prefill.epoch if self.prefill is not None else 0,
                 push.entry.checksums() if push.verify else b"",
             )
             self.send_control(push.reply, started)
@@ -289,16 +293,22 @@ class SmartGenKVManager(MooncakeKVManager):
         if status != KVPoll.Success:
             push.ended_early = "the request failed while its blocks were pushed"
 
-    def fail(self, room: int, cause: str, reply: Endpoint | None = None) -> None:
+    def fail(self, room: int, cause: str, push: PushRoom | None = None) -> None:
         """End the room on both sides, with room, rank and cause where D is known."""
         counts.failed(cause)
         reason = f"room {room}, prefill rank {self.attn_tp_rank}: {cause}"
-        if reply is not None:
+        if push is not None:
             try:
-                self.send_control(reply, Failed(room, reason))
+                self.send_control(push.reply, Failed(room, push.entry.generation, reason))
             except Exception as error:
                 logger.warning("%s; decode cannot be told: %s", reason, error)
         self.conclude_failure(bootstrap_room=room, failure_reason=reason)
+
+    def fail_waiting(self, room: int, cause: str) -> None:
+        """D ends a request that waits for its prefill."""
+        if room in self.request_status:
+            self.record_failure(room, f"room {room}, decode rank {self.attn_tp_rank}: {cause}")
+            self.update_status(room, KVPoll.Failed)
 
     def apply_prefill_status(self, *, bootstrap_room: int, **named: Any) -> None:
         """A status of P; a Failed one gets the cause that P sent ahead of it."""

@@ -78,6 +78,8 @@ class PrefillSide:
         """
         self.config = config
         self.facts = facts
+        self.epoch = time.time_ns()
+        """Differs from one process to the next; D tells them apart by it."""
         self._selector = selector
         self._transport = transport
         self._outcome = outcome

@@ -100,7 +100,7 @@ def drain_quarantine(scheduler: Any) -> None:
 def has_pending_releases(result: bool, queue: Any) -> bool:
     """After `has_pending_deferred_releases`: quarantined slots are pending too, not leaked."""
     decode = runtime.decode_side()
-    return result or (decode is not None and len(decode.quarantine) > 0)
+    return result or (decode is not None and decode.quarantined_rooms > 0)
 
 
 def release_kv_cache(

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import msgspec
 
 TAG = b"SMARTGEN"
-VERSION = 2
+VERSION = 3
 
 
 class MessageError(ValueError):
@@ -77,19 +77,22 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """P to D after a Registration was accepted: the P that listens there speaks SmartGen.
 
     `serve`: where to send Fetch, Grant and Release from now on; None: there too. A second Hello
-    with another one: what was asked at the first is lost.
+    with another one: what was asked at the first is lost. `epoch` differs from one process to the
+    next, even at the same address: with another one, the process before has ended.
     """
 
     host: str
     port: int
     serve: Endpoint | None = None
+    epoch: int = 0
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
     """P to D, before SGLang's Success: the room starts on partial KV; bytes of the pushes.
 
     `prefill_s` is P's compute from the first to the last layer, `left` the entries not on D yet,
-    `checksums` uint32 [layers, stretches] of the prompt's KV where they were asked for.
+    `epoch` that of the P process (see Hello), `checksums` uint32 [layers, stretches] of the
+    prompt's KV where they were asked for.
     """
 
     room: int
@@ -98,6 +101,7 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
     metadata_bytes: int
     prefill_s: float
     left: int
+    epoch: int = 0
     checksums: bytes = b""
 
 
@@ -105,6 +109,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """P to D, before SGLang's Failed status, which carries no reason: why the room failed."""
 
     room: int
+    generation: int
     cause: str
 
 

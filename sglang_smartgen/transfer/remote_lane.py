@@ -39,6 +39,7 @@ class Ticket:
     def __init__(self, asks: list[Ask]) -> None:
         self.asks = asks
         self.pending: dict[int, list[int]] = {}
+        self.number_of: dict[int, int] = {}  # room -> the sequence number it is in
         self.failures: dict[int, str] = {}
         self.began = time.monotonic()
 
@@ -67,6 +68,7 @@ class RemoteLane:
             for peer, group in by_peer.items():
                 number = next(self._numbers)
                 ticket.pending[number] = [ask.room for ask in group]
+                ticket.number_of.update(dict.fromkeys(ticket.pending[number], number))
                 self._open[number] = ticket
                 items = [
                     FetchItem(

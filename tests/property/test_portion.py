@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_smartgen.config import SmartGenConfig
+from sglang_smartgen.core import decode_room as core
 from sglang_smartgen.core.geometry import KVGeometry
 from sglang_smartgen.core.mask import LOCAL, REMOTE
 from sglang_smartgen.engine.decode_room import DecodeRoom
@@ -31,8 +32,7 @@ def make_room(g: KVGeometry, slots: torch.Tensor) -> DecodeRoom:
     mask = torch.full((g.layers, len(slots)), REMOTE, dtype=torch.int8)
     mask[list(g.dense_layers)] = LOCAL
     return DecodeRoom(
-        room=1,
-        generation=1,
+        machine=core.DecodeRoom(1, 1, 0.0, core.DecodeLimits(9.0, 9.0, 9.0, 9.0)),
         rid="r",
         row=0,
         slots=slots,

@@ -24,7 +24,8 @@ def begun(bench: Bench) -> None:
     sums = [layer_checksums(keys[n][bench.slots], values[n][bench.slots]) for n in range(LAYERS)]
     message = bench.opened(overrides={"verify": True})
     assert message.verify
-    started = Started(ROOM, message.generation, 0, 0, 0.5, 9, np.stack(sums).tobytes())
+    checksums = np.stack(sums).tobytes()
+    started = Started(ROOM, message.generation, 0, 0, 0.5, 9, checksums=checksums)
     bench.side.on_message(started)
     bench.mark(0, 1)
     bench.side.masks[2, ROW, :STRETCH] = LOCAL

@@ -186,7 +186,7 @@ def test_a_room_that_is_all_here_lets_p_go_and_ends_without_waiting(bench: Bench
     bench.side.on_message(Released(ROOM, room.generation))
     bench.sent.clear()
     bench.release()
-    assert bench.freed == [ROOM] and bench.sent == [] and len(bench.side.quarantine) == 0
+    assert bench.freed == [ROOM] and bench.sent == [] and bench.side.quarantined_rooms == 0
 
 
 def test_a_room_whose_release_is_not_answered_yet_asks_again(bench: Bench) -> None:
@@ -198,10 +198,10 @@ def test_a_room_whose_release_is_not_answered_yet_asks_again(bench: Bench) -> No
     bench.side.on_message(Released(ROOM, room.generation - 1))
     bench.release()
     assert bench.freed == [ROOM] and bench.sent == [(P_END, release)] * 2
-    assert len(bench.side.quarantine) == 1
+    assert bench.side.quarantined_rooms == 1
     bench.side.on_message(Released(ROOM, room.generation))
     bench.tick()
-    assert bench.freed == [ROOM] and len(bench.side.quarantine) == 0
+    assert bench.freed == [ROOM] and bench.side.quarantined_rooms == 0
 
 
 def test_what_the_push_sent_whole_needs_no_fill(bench: Bench) -> None:

@@ -10,8 +10,16 @@ from small_rank import HEADS, LAYERS, ROWS, SLOTS, WIDTH, hata
 from sglang_smartgen.config import ConfigError
 from sglang_smartgen.core.geometry import DENSE_LAYERS
 from sglang_smartgen.core.mask import LOCAL, PADDING, REMOTE
-from sglang_smartgen.engine.decode_side import HELLO_LIMIT_S, QUARANTINE_LIMIT_S
-from sglang_smartgen.transfer.messages import VERSION, OpenRoom, Release, Released, Started
+from sglang_smartgen.engine.decode_side import OPEN_LIMIT_S, QUARANTINE_LIMIT_S
+from sglang_smartgen.engine.prefill_peers import HELLO_LIMIT_S
+from sglang_smartgen.transfer.messages import (
+    VERSION,
+    Failed,
+    OpenRoom,
+    Release,
+    Released,
+    Started,
+)
 
 
 @pytest.fixture
@@ -179,7 +187,7 @@ def test_a_peer_of_another_size_gets_a_full_transfer_and_no_message(bench: Bench
     bench.side.commit(ROOM)
     assert torch.equal(bench.side.metadata, encoded_here(bench))
     bench.release()
-    assert bench.freed == [ROOM] and bench.sent == [] and len(bench.side.quarantine) == 0
+    assert bench.freed == [ROOM] and bench.sent == [] and bench.side.quarantined_rooms == 0
 
 
 # Ending.
@@ -243,14 +251,15 @@ def test_started_makes_a_peer_smart_too(bench: Bench) -> None:
     bench.started(generation)
     bench.now += HELLO_LIMIT_S + 1
     bench.release()
-    assert bench.sent == [(P_END, Release(ROOM, generation, "d", D_END))] and bench.freed == []
+    # After Started P writes to no slot.
+    assert bench.sent == [(P_END, Release(ROOM, generation, "d", D_END))] and bench.freed == [ROOM]
 
 
 def test_a_stock_peers_room_is_freed_at_once_and_nothing_is_sent(bench: Bench) -> None:
     bench.opened()
     bench.now += HELLO_LIMIT_S + 0.01
     bench.release()
-    assert bench.freed == [ROOM] and len(bench.side.quarantine) == 0
+    assert bench.freed == [ROOM] and bench.side.quarantined_rooms == 0
     bench.tick()
     assert bench.sent == []
 
@@ -292,9 +301,9 @@ def test_a_silent_smart_peer_holds_its_rooms_up_to_the_limit(bench: Bench) -> No
     bench.hello()
     bench.opened()
     bench.release()
-    bench.tick(QUARANTINE_LIMIT_S)
+    bench.tick(QUARANTINE_LIMIT_S - 0.01)
     assert bench.freed == []
-    bench.tick(0.01)
+    bench.tick(0.02)
     assert bench.freed == [ROOM]
 
 
@@ -341,3 +350,87 @@ def test_a_row_can_have_its_next_room_before_the_last_ones_arena_is_free(bench: 
     bench.tick()
     assert bench.freed == [ROOM]
     assert bench.side.room_of_row(ROW) is bench.side.room(8) is not None
+
+
+# What P's process does to its rooms.
+
+
+def test_a_new_process_at_the_same_address_ends_the_rooms_of_the_old_one_alone(
+    bench: Bench,
+) -> None:
+    bench.hello(epoch=1)
+    first = bench.opened()
+    bench.started(first.generation, left=100, epoch=1)
+    bench.mark(0, 1)
+    bench.side.commit(ROOM)
+    # Opened at the new process before its Hello is here; only Started says whose a room is.
+    second = bench.open(room=8, row=3)
+    assert second is not None
+    bench.hello(epoch=2)
+    bench.side.on_message(Started(8, second.generation, 1, 1, 1.0, 5, 2))
+    bench.tick()
+    old, new = bench.side.room(ROOM), bench.side.room(8)
+    assert old is not None and new is not None
+    assert (old.failure, new.failure) == ("the prefill node ended", None)
+    assert new.machine.may_ask and not old.machine.may_ask
+    bench.sent.clear()
+    bench.release()
+    assert bench.freed == [ROOM] and bench.sent == [] and bench.side.quarantined_rooms == 0
+
+
+def test_two_generations_of_a_room_are_held_apart(bench: Bench) -> None:
+    bench.hello()
+    first = bench.opened().generation
+    bench.release()
+    second = bench.opened().generation
+    bench.release()
+    assert bench.freed == [] and bench.side.quarantined_rooms == 2
+    bench.side.on_message(Released(ROOM, second))
+    bench.tick(0.0)
+    assert bench.freed == [ROOM] and bench.side.quarantined_rooms == 1
+    bench.side.on_message(Released(ROOM, second))
+    bench.tick(0.0)
+    assert bench.side.quarantined_rooms == 1
+    bench.side.on_message(Released(ROOM, first))
+    bench.tick(0.0)
+    assert bench.freed == [ROOM, ROOM] and bench.side.quarantined_rooms == 0
+
+
+def test_a_prefill_that_never_starts_fails_the_request(bench: Bench) -> None:
+    bench.hello()
+    generation = bench.opened().generation
+    bench.tick(OPEN_LIMIT_S)
+    bench.tick()
+    assert bench.failed == [(ROOM, f"prefill did not start within {OPEN_LIMIT_S:g} s")]
+    bench.release(finish="abort")
+    assert bench.freed == [] and bench.sent == [(P_END, Release(ROOM, generation, "d", D_END))]
+
+
+def test_what_p_says_of_a_failure_is_recorded_and_said_once(bench: Bench) -> None:
+    bench.hello()
+    generation = bench.opened().generation
+    bench.side.on_message(Failed(ROOM, generation - 1, "of another generation"))
+    bench.side.on_message(Failed(ROOM, generation, "room 7, prefill rank 0: store is on fire"))
+    bench.tick(0.0)
+    assert bench.failed == []  # SGLang's own status follows
+    bench.release(finish="abort")
+    (record,) = bench.side.snapshot()["finished"]
+    assert record["failure"] == "room 7, prefill rank 0: store is on fire"
+
+
+def test_a_free_that_raises_is_not_repeated_and_keeps_nobody_else(bench: Bench) -> None:
+    def broken() -> None:
+        bench.freed.append(ROOM)
+        raise RuntimeError("pool is broken")
+
+    bench.hello()
+    first, second = bench.opened(), bench.open(room=8, row=3)
+    assert second is not None
+    bench.side.release(ROOM, "stop", broken)
+    bench.release(8)
+    bench.side.on_message(Released(ROOM, first.generation))
+    bench.side.on_message(Released(8, second.generation))
+    with pytest.raises(RuntimeError, match="pool is broken"):
+        bench.tick()
+    bench.tick()
+    assert bench.freed == [ROOM, 8] and bench.side.quarantined_rooms == 0

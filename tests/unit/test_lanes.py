@@ -48,6 +48,7 @@ class Bench:
             self.rank.pool[:, layer, self.slots[1::2]] = torch.nan
             self.room.mask[layer] = REMOTE
             self.room.mask[layer, 0::2] = LOCAL
+        self.side.commit(ROOM)
 
     def open(self, room: int, row: int) -> DecodeRoom:
         opened = self.side.open(

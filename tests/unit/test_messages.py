@@ -75,9 +75,11 @@ BY_TYPE = {
         metadata=st.booleans(),
         keep=st.booleans(),
     ),
-    Hello: st.builds(Hello, text, st.integers(0, 65535)),
-    Started: st.builds(Started, number, number, number, number, st.floats(allow_nan=False), number),
-    Failed: st.builds(Failed, number, text),
+    Hello: st.builds(Hello, text, st.integers(0, 65535), epoch=number),
+    Started: st.builds(
+        Started, number, number, number, number, st.floats(allow_nan=False), number, number
+    ),
+    Failed: st.builds(Failed, number, number, text),
     Fetch: st.builds(Fetch, number, text, endpoint, number, st.lists(item, max_size=3)),
     FetchDone: st.builds(FetchDone, number, st.lists(st.tuples(number, text), max_size=3)),
     Grant: st.builds(Grant, text, endpoint, st.booleans(), st.lists(grant, max_size=3)),

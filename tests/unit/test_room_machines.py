@@ -215,3 +215,12 @@ def test_a_stock_transfer_owes_nothing_to_smartgen() -> None:
     room.whole(1.0)
     assert room.phase is DecodePhase.LOCAL and not room.may_ask and room.deadline is None
     assert room.release(2.0) == [DecodeAction.FREE_SLOTS, DecodeAction.FREE_RANGES]
+
+
+def test_a_peer_that_does_not_speak_smartgen_is_never_asked() -> None:
+    room = opened()
+    assert room.stock(1.0) == [] and room.settled
+    assert room.release(2.0) == [DecodeAction.FREE_SLOTS, DecodeAction.FREE_RANGES]
+    late = opened()
+    assert late.release(1.0) == [DecodeAction.SEND_RELEASE]
+    assert late.stock(2.0) == [DecodeAction.FREE_SLOTS, DecodeAction.FREE_RANGES]
