@@ -37,8 +37,10 @@ class ScriptedOutcome:
     def __init__(self) -> None:
         self.dead: set[int] = set()
         self.failed: list[tuple[int, str]] = []
+        self.started: list[int] = []
         self.ends: queue.Queue[PushRoom] = queue.Queue()
         self.on_end: Callable[[PushRoom], None] = lambda _: None
+        self.on_start: Callable[[PushRoom], None] = lambda _: None
 
     def live(self, room: int) -> bool:
         return room not in self.dead
@@ -46,9 +48,15 @@ class ScriptedOutcome:
     def fail(self, room: int, cause: str) -> None:
         self.failed.append((room, cause))
 
-    def pushed(self, room: PushRoom) -> None:
-        self.ends.put(room)
+    def conclude(self, room: PushRoom) -> None:
         self.on_end(room)
+
+    def start(self, room: PushRoom) -> None:
+        self.started.append(room.entry.room)
+        self.on_start(room)
+
+    def ended(self, room: PushRoom) -> None:
+        self.ends.put(room)
 
 
 class Bench:
@@ -186,7 +194,7 @@ class Bench:
         """Nothing is under way any more, and the store holds `entries` entries."""
         self.wait_for(lambda: self.side.snapshot()["open_rooms"] == 0)
         assert self.outcome.ends.empty()
-        assert self.side.store.rooms == entries
+        self.wait_for(lambda: self.side.store.rooms == entries)  # a fence may come first
         assert (self.side.store.used_bytes == 0) is (entries == 0)
 
     def writes_begun(self, count: int) -> None:

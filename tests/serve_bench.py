@@ -151,6 +151,7 @@ class ServeBench:
         self.d = DecodeNode(lambda message: self.server.submit(message))
         self.peers: dict[str, Peer] = {}
         self.doubted: set[tuple[int, int]] = set()
+        self.held: list[bool] = []  # of the Releases that a process has settled
         self.moves = 0
         self.busy = False
         self.kv: dict[int, torch.Tensor] = {}
@@ -229,7 +230,8 @@ class ServeBench:
             self.doubted.discard(key)
         return True
 
-    def _released(self, release: Release) -> None:
+    def _released(self, release: Release, held: bool) -> None:
+        self.held.append(held)
         self.server.drop(release.room, release.generation)
         if self._settled(release):
             self.d.hear(Released(release.room, release.generation))

@@ -159,6 +159,10 @@ class PrefillRoom:
             return self._fail(cause, now)
         return []
 
+    def start_failed(self, cause: str, now: float) -> list[PrefillAction]:
+        """D could not be told that it may start, or it cannot: nobody will ask for the rest."""
+        return self._fail(cause, now) if self.phase is PrefillPhase.SERVING else []
+
     # Events of writes -----------------------------------------------------------------------
 
     def write_began(self, target: Target, now: float) -> None:

@@ -57,6 +57,7 @@ class LayerCapture:
             end += count
             room = self._rooms.get(number) if number is not None else None
             if room is not None and room.scheduler_holds:
+                assert room.push is not None
                 room.began = room.began or time.monotonic()
                 if len(slots) >= room.push.entry.prompt_len and room.push.plan.looks:
                     last = queries[max(end - count, end - WINDOW) : end]
@@ -68,6 +69,7 @@ class LayerCapture:
 
     def sweep(self, room: PrefillRoom, slots: Tensor) -> None:
         """Capture what the layer hook has missed of a prompt that is whole in the pool."""
+        assert room.push is not None
         entry = room.push.entry
         swept = [layer for layer, stop in enumerate(entry.captured) if stop < entry.prompt_len]
         for layer in swept:
@@ -77,6 +79,7 @@ class LayerCapture:
             logger.warning("room %s: the layer hook missed layers %s", entry.room, swept)
 
     def _capture(self, room: PrefillRoom, layer: int, slots: Tensor) -> None:
+        assert room.push is not None
         entry = room.push.entry
         stop = min(len(slots), entry.prompt_len)
         if entry.capture(layer, slots, self._facts.keys[layer], self._facts.values[layer], stop):

@@ -230,7 +230,7 @@ class SmartGenKVManager(MooncakeKVManager):
         return self.request_status.get(room, KVPoll.Failed) != KVPoll.Failed
 
     def hold_drain(self, room: int) -> None:
-        """Writes for the room begin: SGLang must not acknowledge an abort before `pushed`."""
+        """Writes for the room begin: SGLang must not acknowledge an abort before `ended`."""
         self._staging_outstanding[room] += 1
 
     def let_drain(self, room: int) -> None:
@@ -242,15 +242,47 @@ class SmartGenKVManager(MooncakeKVManager):
         if self._staging_outstanding.get(room, 0) <= 0:
             self._staging_outstanding.pop(room, None)
 
-    def pushed(self, push: PushRoom) -> None:
-        """End of a room's pushes: aux data and Success to D, or the failure with its cause."""
+    def conclude(self, push: PushRoom) -> None:
+        """The blocks are on D: SGLang's aux data to it, or the cause why that did not work."""
+        room, session = push.entry.room, push.peer.registration.session
+        info = self.transfer_infos.get(room, {}).get(session)
+        if info is None:
+            push.ended_early = "the request was cleared while its blocks were pushed"
+        elif min(push.pushed) < push.entry.prompt_len:
+            push.ended_early = "its blocks were not all pushed"
+        else:
+            table = self.decode_kv_args_table[session]
+            if self.send_aux(info, self.aux_indices.get(room), table.dst_aux_ptrs) != 0:
+                push.failure = f"aux data did not reach {session}"
+
+    def start(self, push: PushRoom) -> None:
+        """Started and SGLang's Success to D, in this order, or the cause why that did not work."""
         room = push.entry.room
-        aux_index = self.aux_indices.get(room)
+        assert self.prefill is not None
+        started = Started(
+            room,
+            push.entry.generation,
+            push.proactive_bytes,
+            push.metadata_bytes,
+            push.prefill_s,
+            push.entry.residual.left,
+            self.prefill.epoch,
+            push.entry.checksums() if push.verify else b"",
+        )
         try:
-            if push.failure is None and not self.live(room):
-                push.ended_early = push.ended_early or "the request was aborted on prefill"
-            if push.failure is None and push.ended_early is None:
-                self._conclude(push, aux_index)
+            self.send_control(push.reply, started)
+            status = self.conclude_transfer(bootstrap_room=room, status=KVPoll.Success)
+        except Exception as error:
+            logger.exception("room %s: hand-over to decode failed", room)
+            push.ended_early = f"hand-over to {push.peer.registration.session} failed: {error}"
+            return
+        if status != KVPoll.Success:
+            push.ended_early = "the request failed while its blocks were pushed"
+
+    def ended(self, push: PushRoom) -> None:
+        """The push writes nothing more; when it failed, both sides learn the cause."""
+        room = push.entry.room
+        try:
             if push.failure is not None:
                 # Late bytes may still land: SGLang must not acknowledge an abort of this room.
                 self._poison_unsettled_send(room)
@@ -258,40 +290,6 @@ class SmartGenKVManager(MooncakeKVManager):
                 self.fail(room, cause, push)
         finally:
             self.let_drain(room)
-
-    def _conclude(self, push: PushRoom, aux_index: int | None) -> None:
-        """Send aux data, Started and Success, in this order; set the cause when that fails."""
-        room, session = push.entry.room, push.peer.registration.session
-        info = self.transfer_infos.get(room, {}).get(session)
-        if info is None:
-            push.ended_early = "the request was cleared while its blocks were pushed"
-            return
-        if min(push.pushed) < push.entry.prompt_len:
-            push.ended_early = "its blocks were not all pushed"
-            return
-        try:
-            table = self.decode_kv_args_table[session]
-            if self.send_aux(info, aux_index, table.dst_aux_ptrs) != 0:
-                push.failure = f"aux data did not reach {session}"
-                return
-            started = Started(
-                room,
-                push.entry.generation,
-                push.proactive_bytes,
-                push.metadata_bytes,
-                push.prefill_s,
-                push.entry.residual.left,
-                self.prefill.epoch if self.prefill is not None else 0,
-                push.entry.checksums() if push.verify else b"",
-            )
-            self.send_control(push.reply, started)
-            status = self.conclude_transfer(bootstrap_room=room, status=KVPoll.Success)
-        except Exception as error:
-            logger.exception("room %s: hand-over to decode failed", room)
-            push.ended_early = f"hand-over to {session} failed: {error}"
-            return
-        if status != KVPoll.Success:
-            push.ended_early = "the request failed while its blocks were pushed"
 
     def fail(self, room: int, cause: str, push: PushRoom | None = None) -> None:
         """End the room on both sides, with room, rank and cause where D is known."""

@@ -1,17 +1,16 @@
-"""P's side: which rooms push, what each layer adds, and how a room ends.
+"""P's side: which rooms push, what each layer adds, and how a push ends.
 
 Owner: the KV manager of a prefill rank creates one, with its push and fetch threads. SGLang's
 bootstrap thread announces peers and rooms and hands over Fetch and Release; the scheduler thread
-begins, fills and finishes rooms; the push thread reports back through `_pushed`. A store entry is
-held by the scheduler until it will not fill it any more and by the push thread until it has sent
-it, so its bytes cannot get a new owner under either; a server process holds it from `hand_over`
-until it has let go of it.
+begins, fills and finishes rooms; the push thread reports back through `_pushed`. When a room may
+write and when it is over is PrefillRooms' business. A store entry is held by the scheduler until it
+will not fill it any more and by the push thread until it has sent it, so its bytes cannot get a new
+owner under either; a server process holds it from `hand_over` until it has let go of it.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -23,13 +22,14 @@ import numpy.typing as npt
 from torch import Tensor
 
 from sglang_smartgen.config import ConfigError, SmartGenConfig
+from sglang_smartgen.core import prefill_room as core
 from sglang_smartgen.core.room_plan import RoomPlan
 from sglang_smartgen.engine.layer_capture import LayerCapture
 from sglang_smartgen.engine.model_facts import ModelFacts
 from sglang_smartgen.engine.peers import Peers
-from sglang_smartgen.engine.prefill_room import Announced, Outcome, PrefillRoom
+from sglang_smartgen.engine.prefill_room import Outcome, PrefillRoom
+from sglang_smartgen.engine.prefill_rooms import PrefillRooms
 from sglang_smartgen.engine.push_policy import PushPolicy
-from sglang_smartgen.engine.room_endings import RoomEndings
 from sglang_smartgen.select.base import Selector
 from sglang_smartgen.transfer.fetch_server import Reply
 from sglang_smartgen.transfer.messages import (
@@ -41,7 +41,7 @@ from sglang_smartgen.transfer.messages import (
     Release,
     Released,
 )
-from sglang_smartgen.transfer.push import PushRoom, PushWorker
+from sglang_smartgen.transfer.push import GONE, PushRoom, PushWorker
 from sglang_smartgen.transfer.serve_channel import TransportSpec
 from sglang_smartgen.transfer.serve_parent import ServeError
 from sglang_smartgen.transfer.store import PrefillStore, StoreEntry
@@ -55,6 +55,32 @@ STORE_TTL_S = 1800
 """Age after which an entry may make room: D releases its rooms, so it must have died."""
 FENCE_TIMEOUT_S = 30.0
 FINISHED_KEPT = 16
+LIMITS = core.PrefillLimits(
+    lease_s=float(STORE_TTL_S), idle_s=float(STORE_TTL_S), fence_retry_s=1.0, doubt_s=300.0
+)
+"""doubt_s is more than D's quarantine, after which D has given the slots up."""
+
+
+class RoomGate:
+    """See push.Gate."""
+
+    def __init__(self, rooms: PrefillRooms, room: PrefillRoom, outcome: Outcome) -> None:
+        self._rooms = rooms
+        self._room = room
+        self._outcome = outcome
+
+    def live(self) -> bool:
+        """False once the room has ended, here or at SGLang."""
+        pushing = self._room.machine.phase is core.PrefillPhase.PUSHING
+        return pushing and self._outcome.live(self._room.message.room)
+
+    def began(self) -> bool:
+        """Leave for one write."""
+        return self._rooms.write_began(self._room)
+
+    def ended(self, done: bool) -> None:
+        """The write is complete, or its bytes may still land."""
+        self._rooms.write_ended(self._room, done)
 
 
 class PrefillSide:
@@ -100,18 +126,17 @@ class PrefillSide:
         self._reply = reply
         self._policy = PushPolicy(config, facts, selector, transport)
         self._peers = Peers(facts, selector.fingerprint())
-        self._announced: dict[int, Announced] = {}
-        self._rooms: dict[int, PrefillRoom] = {}
-        self._lock = threading.Lock()
-        self._capture = LayerCapture(facts, self._push, self._rooms)
-        self._endings = RoomEndings(
-            self._room_of,
-            self._peers,
-            fence=lambda *arguments: self.server.fence(*arguments),
-            answer=self._answer,
-            push_timeout_s=PUSH_TIMEOUT_S,
-            fence_timeout_s=FENCE_TIMEOUT_S,
+        self._rooms = PrefillRooms(
+            LIMITS,
+            outcome,
+            fence=self._fence,
+            stop=lambda release: self.server.submit(release),
+            answer=lambda r: reply(r.reply, Released(r.room, r.generation)),
+            drop=lambda key: self.server.drop(*key),
+            finish=self._finish,
+            start=self._start,
         )
+        self._capture = LayerCapture(facts, self._push, self._rooms.active)
         self.bytes_proactive = 0
         self.bytes_metadata = 0
         self.finished: deque[dict[str, Any]] = deque(maxlen=FINISHED_KEPT)
@@ -129,9 +154,9 @@ class PrefillSide:
                 process=spec if as_process else None,
                 peer_of=self._peers.get,
                 reply=self._reply,
-                settle=self._endings.settled,
+                settle=self._stopped,
                 released=self._released,
-                doubt=self._endings.doubt,
+                doubt=self._rooms.doubt,
                 moved=on_move,
                 timeout_s=self.config.fetch_timeout_s,
                 busy=self._push.busy,
@@ -156,6 +181,7 @@ class PrefillSide:
         if not self._peers.add(registration, keys, values):
             return False
         self.server.add_peer(registration)
+        self._rooms.peer_replaced(registration.session, registration.epoch)
         return True
 
     def announce(
@@ -163,53 +189,58 @@ class PrefillSide:
     ) -> None:
         """D opened a room and gave its slots; the request itself may not be here yet."""
         # The peer as it is now: a decode node restarted under this session has other addresses.
-        announced = Announced(message, self._peers.get(session), endpoint, slots)
-        with self._lock:
-            self._announced[message.room] = announced
+        peer = self._peers.get(session)
+        epoch = peer.registration.epoch if peer is not None else 0
+        machine = core.PrefillRoom(
+            message.room, message.generation, epoch, time.monotonic(), LIMITS
+        )
+        self._rooms.announce(PrefillRoom(machine, message, session, peer, endpoint, slots))
 
     def submit(self, message: Fetch | Grant | Release) -> None:
-        """Hand a message to the server of the store."""
+        """A message of D that came to this process."""
         if isinstance(message, Release):
-            self.cancel(message.room, message.generation)
-        self.server.submit(message)
+            self._rooms.release(message)
+        else:
+            self.server.submit(message)
 
     # Scheduler thread -----------------------------------------------------------------------
 
     def begin(self, room: int, prompt_len: int) -> bool:
         """The request is about to prefill; False: stock full transfer, with the reason counted."""
-        with self._lock:
-            announced = self._announced.get(room)
+        announced = self._rooms.announced(room)
         if announced is None:
             return False
         reason = self._obstacle(announced, prompt_len)
         plan: RoomPlan | None = None
-        if reason is None and announced.peer is not None:
-            session = announced.peer.registration.session
+        if reason is None:
             try:
-                plan = self._policy.plan(announced.message, session)
+                plan = self._policy.plan(announced.message, announced.session)
             except ValueError as error:
                 reason = str(error)
         entry = None if plan is None else self._open_entry(announced.message)
-        with self._lock:
-            if self._announced.pop(room, None) is not announced:
-                # Released in between: D has given the slots up, so it is no stock transfer either.
-                reason = "released"
-            elif entry is not None and plan is not None:
-                self._rooms[room] = self._make_room(announced, entry, plan)
+        if entry is None or plan is None:
+            if self._rooms.go_stock(announced):
+                return self._fall_back(room, reason or "prefill store full")
+        else:
+            announced.push = self._make_push(announced, entry, plan)
+            if self._rooms.begin(announced):
                 return True
-        if entry is not None:
+            announced.push = None
             for _ in ("scheduler", "push thread"):
                 self.store.release(entry)
             self.store.drop(room, announced.message.generation)
-        return self._fall_back(room, reason or "prefill store full")
+        # Not a stock transfer either: D has given the slots up.
+        cause = announced.machine.failure or "the decode node announced it again"
+        self._outcome.fail(room, cause)
+        return self._fall_back(room, "released")
 
-    def _obstacle(self, announced: Announced, prompt_len: int) -> str | None:
+    def _obstacle(self, announced: PrefillRoom, prompt_len: int) -> str | None:
         """Why an announced room cannot be SmartGen's, if it cannot."""
         if announced.peer is None:
             return "peer differs"
         if prompt_len != announced.message.prompt_len:
             return "prompt lengths differ"
-        if announced.message.room in self._rooms:
+        if announced.message.room in self._rooms.active:
             return "room still pushes"  # a client used its number again
         return None
 
@@ -221,25 +252,20 @@ class PrefillSide:
             entry = self.store.open(room, generation, prompt_len, users=2)
         return entry
 
-    def _make_room(self, announced: Announced, entry: StoreEntry, plan: RoomPlan) -> PrefillRoom:
-        message, peer = announced.message, announced.peer
+    def _make_push(self, room: PrefillRoom, entry: StoreEntry, plan: RoomPlan) -> PushRoom:
+        message, peer = room.message, room.peer
         assert peer is not None
-        session = peer.registration.session
-        return PrefillRoom(
-            PushRoom(
-                entry=entry,
-                plan=plan,
-                peer=peer,
-                reply=announced.endpoint,
-                slots=announced.slots,
-                row=message.row,
-                with_metadata=message.metadata,
-                keep=message.keep and not plan.whole,
-                verify=message.verify,
-                is_live=lambda: (
-                    self._peers.get(session) == peer and self._outcome.live(message.room)
-                ),
-            )
+        return PushRoom(
+            entry=entry,
+            plan=plan,
+            peer=peer,
+            reply=room.endpoint,
+            slots=room.slots,
+            row=message.row,
+            with_metadata=message.metadata,
+            keep=message.keep and not plan.whole,
+            gate=RoomGate(self._rooms, room, self._outcome),
+            verify=message.verify,
         )
 
     def _drop_forgotten(self) -> bool:
@@ -272,97 +298,104 @@ class PrefillSide:
 
     def finish(self, room: int, slots: Tensor) -> None:
         """The whole prompt is in the pool at `slots` [prompt_len]: SGLang's last send."""
-        state = self._rooms.get(room)
-        if state is None or not state.scheduler_holds:
+        state = self._rooms.active.get(room)
+        if state is None or state.push is None or not state.scheduler_holds:
             return
-        entry = state.push.entry
         self._capture.sweep(state, slots)
         if state.began is not None:
             state.push.prefill_s = time.monotonic() - state.began
-            self._policy.speed.learn(entry.prompt_len, state.push.prefill_s)
+            self._policy.speed.learn(state.push.entry.prompt_len, state.push.prefill_s)
         self._finish(state)
         self.let_go(room)
 
     def let_go(self, room: int) -> None:
         """The scheduler will not fill this room's entry any more (sent, aborted or cleared)."""
-        state = self._rooms.get(room)
-        if state is not None and state.scheduler_holds:
-            self.store.release(state.push.entry)
-            with self._lock:
-                state.scheduler_holds = False
-                self._forget_if_over(state)
+        state = self._rooms.active.get(room)
+        if state is not None:
+            self._let_go(state, scheduler=True)
 
-    def _forget_if_over(self, state: PrefillRoom) -> None:
-        if state.ended.is_set() and not state.scheduler_holds:
-            del self._rooms[state.push.entry.room]
+    def _let_go(self, state: PrefillRoom, scheduler: bool) -> None:
+        assert state.push is not None
+        entry = state.push.entry
+        self._rooms.let_go(state, lambda: self.store.release(entry), scheduler)
 
     # Any thread -----------------------------------------------------------------------------
 
     def cancel(self, room: int, generation: int | None = None) -> None:
-        """End a room early: what is queued is skipped, what is under way is waited for."""
-        with self._lock:
-            announced = self._announced.get(room)
-            if announced is not None and generation in (None, announced.message.generation):
-                del self._announced[room]
-            else:
-                announced = None
-        if announced is not None:
-            # Not a stock transfer either: D has given the slots up.
-            self._outcome.fail(room, "the request ended before its prefill")
-        state = self._rooms.get(room)
-        if state is not None and generation in (None, state.push.entry.generation):
-            with self._lock:
-                if not state.finishing:
-                    state.push.ended_early = "the request ended before its prefill did"
+        """The request ended here: what is queued is skipped, what is under way is waited for."""
+        announced, state = self._rooms.announced(room), self._rooms.active.get(room)
+        if announced is not None and generation in (None, announced.message.generation):
+            self._rooms.abort(announced, "the request ended before its prefill")
+        if state is not None and generation in (None, state.message.generation):
+            if not state.finishing:
+                self._rooms.abort(state, "the request ended before its prefill did")
             self._finish(state)
 
     def _finish(self, state: PrefillRoom) -> None:
-        with self._lock:
-            if state.finishing:
-                return
-            state.finishing = True
-        self._push.finish(state.push, self._pushed)
+        """End the room's pushes behind what is queued, once."""
+        if self._rooms.finishes(state):
+            assert state.push is not None
+            self._push.finish(state.push, lambda _: self._pushed(state))
 
     # Push thread ----------------------------------------------------------------------------
 
-    def _pushed(self, push: PushRoom) -> None:
-        room = push.entry.room
-        state = self._rooms[room]
-        self.finished.append(_record(state))
+    def _pushed(self, state: PrefillRoom) -> None:
+        push = state.push
+        assert push is not None
+        self.finished.append(_record(state, push))
         self.bytes_proactive += push.proactive_bytes
         self.bytes_metadata += push.metadata_bytes
         push.entry.residual.set_order(push.plan.residual())
-        if push.keep and not (push.failure or push.ended_early):
-            self.server.hand_over(push.entry)
         try:
-            self._outcome.pushed(push)
+            if not (push.failure or push.ended_early):
+                self._conclude(state, push)
+        except Exception as error:
+            logger.exception("room %s: hand-over to decode failed", push.entry.room)
+            push.ended_early = push.ended_early or f"hand-over failed: {error}"
+        try:
+            if cause := push.failure or push.ended_early:
+                self._rooms.start_failed(state, cause)
+            self._outcome.ended(push)
         finally:
-            if push.failure is not None:
-                self._endings.doubt(room, push.entry.generation)
-            if push.failure or push.ended_early or not push.keep:
-                self.server.drop(room, push.entry.generation)
-            self.store.release(push.entry)
-            with self._lock:
-                state.ended.set()
-                self._forget_if_over(state)
+            self._let_go(state, scheduler=False)
 
-    # Threads of the server and settle thread ------------------------------------------------
+    def _conclude(self, state: PrefillRoom, push: PushRoom) -> None:
+        """The last write to D, SGLang's own; then D may ask, and then it may start."""
+        if not push.gate.live() or not push.gate.began():
+            push.ended_early = push.ended_early or GONE
+            return
+        done = False
+        try:
+            self._outcome.conclude(push)
+            done = push.failure is None
+        finally:
+            push.gate.ended(done)
+        if push.failure or push.ended_early:
+            return
+        if not self._rooms.pushed(state, push.keep, lambda: self.server.hand_over(push.entry)):
+            push.ended_early = push.ended_early or state.machine.failure or GONE
 
-    def _released(self, release: Release) -> None:
-        """The server process has settled a Release on its side; now ours."""
-        self.cancel(release.room, release.generation)
-        self.server.drop(release.room, release.generation)
-        if self._endings.settled(release):
-            self._answer(release)
+    def _start(self, state: PrefillRoom) -> None:
+        assert state.push is not None
+        self._outcome.start(state.push)
 
-    def _answer(self, release: Release) -> None:
-        self._reply(release.reply, Released(release.room, release.generation))
+    # Threads of the server, and those of the fences -----------------------------------------
 
-    def _room_of(self, release: Release) -> PrefillRoom | None:
-        with self._lock:
-            state = self._rooms.get(release.room)
-        same = state is not None and state.push.entry.generation == release.generation
-        return state if same else None
+    def _released(self, release: Release, held: bool) -> None:
+        """The server process has settled a Release: D's, or the one that ends a room there."""
+        if not (held and self._rooms.stopped(release.room, release.generation)):
+            self._rooms.release(release)
+
+    def _stopped(self, release: Release) -> bool:
+        """The serve thread has ended a room. Never True: PrefillRooms answers D."""
+        self._rooms.stopped(release.room, release.generation)
+        return False
+
+    def _fence(self, session: str) -> bool:
+        peer = self._peers.get(session)
+        if peer is None:
+            return True
+        return self.server.fence(session, peer.registration.scratch, FENCE_TIMEOUT_S)
 
     def snapshot(self) -> dict[str, Any]:
         """State for `/server_info`."""
@@ -377,16 +410,15 @@ class PrefillSide:
             "bandwidth": max(filter(None, map(self._transport.bandwidth, sessions)), default=None),
             "fallbacks": dict(self.fallbacks),
             "finished": list(self.finished),
-            "open_rooms": len(self._rooms),
+            "open_rooms": len(self._rooms.active),
             "store_rooms": self.store.rooms,
             "store_used_bytes": self.store.used_bytes,
             "store_bytes": self.store.region.length,
         }
 
 
-def _record(state: PrefillRoom) -> dict[str, Any]:
+def _record(state: PrefillRoom, push: PushRoom) -> dict[str, Any]:
     """When a room computed and what it pushed; times are monotonic seconds of this machine."""
-    push = state.push
     return {
         "room": push.entry.room,
         "began_at": state.began,

@@ -87,7 +87,7 @@ class Host:
             peer_of=self._peers.get,
             reply=self._reply,
             settle=lambda _: True,
-            released=lambda _: None,
+            released=lambda *_: None,
             doubt=lambda room, generation: None,
             moved=lambda: os._exit(1),
             timeout_s=5.0,

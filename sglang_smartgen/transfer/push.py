@@ -16,6 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 WRITE_BYTES = 4 << 20
 """Aim of one write: large enough for the network, small enough that a fetch need not wait long."""
+GONE = "the request or its decode node is gone"
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -48,6 +50,19 @@ class Peer(msgspec.Struct, frozen=True):
         """Address of one mask byte."""
         r = self.registration
         return r.mask + (layer * r.mask_rows + row) * r.mask_width + position
+
+
+class Gate(Protocol):
+    """Whether P may still write for a room; asked and told around every write."""
+
+    def live(self) -> bool:
+        """False once the room has ended: nothing more need be prepared."""
+
+    def began(self) -> bool:
+        """Leave for one write; if given, `ended` must follow."""
+
+    def ended(self, done: bool) -> None:
+        """The write is complete, or its bytes may still land."""
 
 
 class PushRoom:
@@ -69,7 +84,7 @@ class PushRoom:
         row: int,
         with_metadata: bool,
         keep: bool,
-        is_live: Callable[[], bool],
+        gate: Gate,
         verify: bool = False,
     ) -> None:
         self.entry = entry
@@ -80,7 +95,7 @@ class PushRoom:
         self.row = row
         self.with_metadata = with_metadata
         self.keep = keep
-        self.is_live = is_live
+        self.gate = gate
         self.verify = verify  # D wants checksums
         self.pushed = [0] * len(entry.captured)
         # The prompt's last queries [w, q_heads, head_dim] by layer, for a plan that looks at them.
@@ -170,9 +185,9 @@ class PushWorker:
         for layer in sorted({job.layer for job in group if job.layer is not None}):
             if room.failure or room.ended_early:
                 return
-            if not room.is_live():
+            if not room.gate.live():
                 # Said here, or the room would pass for pushed.
-                room.ended_early = "the request or its decode node is gone"
+                room.ended_early = room.ended_early or GONE
                 return
             self._collect(room, layer, load)
             if load.proactive_bytes + load.metadata_bytes >= WRITE_BYTES:
@@ -214,9 +229,9 @@ class PushWorker:
 
     def _send(self, room: PushRoom, load: _Load) -> None:
         for spans in (load.data, load.masks):
-            if spans and room.failure is None:
+            if spans and not (room.failure or room.ended_early):
                 self._write(room, spans)
-        if room.failure is None:
+        if not (room.failure or room.ended_early):
             room.proactive_bytes += load.proactive_bytes
             room.metadata_bytes += load.metadata_bytes
             counts.requests["proactive"] += load.proactive_bytes > 0
@@ -224,14 +239,20 @@ class PushWorker:
 
     def _write(self, room: PushRoom, spans: list[Span]) -> None:
         session = room.peer.registration.session
-        began = time.monotonic()
-        handle = self._transport.write(session, spans)
-        state = handle.wait(self._timeout_s)
-        size = sum(span.length for span in spans)
-        room.writes.append((began, time.monotonic(), size, len(spans)))
-        if state is not WriteState.DONE:
-            cause = handle.error or f"not complete after {time.monotonic() - began:.1f} s"
-            room.failure = f"push to {session} failed: {cause}"
+        if not room.gate.began():
+            room.ended_early = room.ended_early or GONE
+            return
+        done, began = False, time.monotonic()
+        try:
+            handle = self._transport.write(session, spans)
+            done = handle.wait(self._timeout_s) is WriteState.DONE
+            size = sum(span.length for span in spans)
+            room.writes.append((began, time.monotonic(), size, len(spans)))
+            if not done:
+                cause = handle.error or f"not complete after {time.monotonic() - began:.1f} s"
+                room.failure = f"push to {session} failed: {cause}"
+        finally:
+            room.gate.ended(done)
 
 
 class _Load(msgspec.Struct):

@@ -115,9 +115,13 @@ class Gone(msgspec.Struct, frozen=True, tag="gone"):
 
 
 class Settled(msgspec.Struct, frozen=True, tag="settled"):
-    """No write of the server process for this generation can land any more."""
+    """No write of the server process for this generation can land any more.
+
+    held: it has let go of the entry. False: it had none, but one may be on its way to it.
+    """
 
     release: Release
+    held: bool
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):

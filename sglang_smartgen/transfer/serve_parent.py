@@ -70,12 +70,12 @@ class ServerProcess:
         store: PrefillStore,
         timeout_s: float,
         *,
-        settled: Callable[[Release], None],
+        settled: Callable[[Release, bool], None],
         died: Callable[[str, list[Key]], None],
     ) -> None:
         """Start the process and wait until it serves. Raises ServeError.
 
-        settled: nothing of this generation can land from there any more. died: the process has
+        settled: see serve_channel.Settled. died: the process has
         ended without being closed; the cause, and the entries that it served.
         """
         self._store = store
@@ -241,8 +241,8 @@ class ServerProcess:
                     self._touch(key)
             case Gone(room=room, generation=generation):
                 self._give_back(room, generation)
-            case Settled(release=release):
-                self._settled(release)
+            case Settled(release=release, held=held):
+                self._settled(release, held)
             case _:
                 logger.warning("SmartGen: unexpected %s", type(message).__name__)
 

@@ -8,7 +8,8 @@ no SGLang.
 Threads: the main thread alone receives, D's messages from a ZMQ PULL socket and the scheduler
 process's from the channel. It empties the channel after it has taken a message of D and before it
 hands it to the serve thread, so what the scheduler process said before D could know of it counts.
-The serve thread answers D and, with the settle thread, tells the scheduler process what is over.
+The serve thread answers D and, with the threads of the fences, tells the scheduler process what is
+over.
 
 A Release is settled here first (nothing of this process can land any more, the entry is let go) and
 then by the scheduler process, which answers D. It ends when its parent does: by the kernel's signal
@@ -34,6 +35,7 @@ import zmq
 
 from sglang_smartgen.core.counts import counts
 from sglang_smartgen.core.geometry import KVGeometry
+from sglang_smartgen.transfer.fences import Fencer
 from sglang_smartgen.transfer.fetch_server import FetchServer
 from sglang_smartgen.transfer.messages import (
     Endpoint,
@@ -66,7 +68,6 @@ from sglang_smartgen.transfer.serve_channel import (
     ToServer,
     TransportSpec,
 )
-from sglang_smartgen.transfer.settler import Settler
 from sglang_smartgen.transfer.store import EntryTable, StoreEntry
 from sglang_smartgen.transfer.transport import Transport, TransportError
 
@@ -89,6 +90,7 @@ class ServedTable(EntryTable):
         super().__init__(geometry)
         self._memory = memory
         self._gone = gone
+        self.let_go: set[tuple[int, int]] = set()  # dropped, and nobody was told so yet
 
     def take(self, message: Take) -> None:
         """Serve an entry from now on."""
@@ -108,6 +110,13 @@ class ServedTable(EntryTable):
         with self._lock:
             self._entries[message.room, message.generation] = entry
             self._users[message.room, message.generation] = 0
+
+    def drop(self, room: int, generation: int) -> None:
+        """See EntryTable.drop."""
+        with self._lock:
+            if (room, generation) in self._entries:
+                self.let_go.add((room, generation))
+        super().drop(room, generation)
 
     def touched_since(self, moment: float) -> list[tuple[int, int]]:
         """Keys of the entries that were acquired after this monotonic time."""
@@ -188,7 +197,8 @@ class ServeLoop:
             timeout_s=setup.timeout_s,
             busy=lambda: bool(status[0]),
         )
-        self._settler = Settler(self._settle, lambda release: channel.send(Settled(release)))
+        self._waiting: dict[tuple[int, int], Release] = {}  # for a fence
+        self._fencer = Fencer(self._fence, self._fenced)
         self._beaten = time.monotonic()
 
     def run(self) -> None:
@@ -253,26 +263,37 @@ class ServeLoop:
             counts.post_s,
         )
 
-    # Serve and settle threads ---------------------------------------------------------------
+    # Serve and fence threads ----------------------------------------------------------------
 
     def _settled(self, release: Release) -> bool:
         """Never True: the scheduler process answers D, once it has settled its part too."""
         # First the counters, so that they are right whenever a request has ended.
         self._channel.send(self._counters([]))
-        if (release.room, release.generation) in self._doubtful:
-            self._settler.submit(release)
+        key = (release.room, release.generation)
+        if key in self._doubtful:
+            self._waiting[key] = release
+            self._fencer.submit(release.session, key)
         else:
-            self._channel.send(Settled(release))
+            self._tell(release)
         return False
 
-    def _settle(self, release: Release) -> bool:
-        peer = self._peers.get(release.session)
-        if peer is not None:
-            r = peer.registration
-            if not self._server.fence(r.session, r.scratch, FENCE_TIMEOUT_S):
-                return False
-        self._doubtful.discard((release.room, release.generation))
-        return True
+    def _fence(self, session: str) -> bool:
+        peer = self._peers.get(session)
+        if peer is None:
+            return True
+        return self._server.fence(session, peer.registration.scratch, FENCE_TIMEOUT_S)
+
+    def _fenced(self, key: tuple[int, int], sure: bool) -> None:
+        release = self._waiting.pop(key, None)
+        if sure and release is not None:  # else it is asked again
+            self._doubtful.discard(key)
+            self._tell(release)
+
+    def _tell(self, release: Release) -> None:
+        key = (release.room, release.generation)
+        held = key in self._table.let_go
+        self._table.let_go.discard(key)
+        self._channel.send(Settled(release, held))
 
 
 def address(endpoint: Endpoint) -> str:

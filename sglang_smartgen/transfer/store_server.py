@@ -46,7 +46,7 @@ class StoreServer:
         peer_of: Callable[[str], Peer | None],
         reply: Reply,
         settle: Callable[[Release], bool],
-        released: Callable[[Release], None],
+        released: Callable[[Release, bool], None],
         doubt: Callable[[int, int], None],
         moved: Callable[[], None],
         timeout_s: float,
@@ -54,14 +54,15 @@ class StoreServer:
     ) -> None:
         """Start it, with `process` as a process with that transport. Raises ServeError.
 
-        settle: see FetchServer; released: the same for a Release that the process has settled on
-        its side, answer included. doubt: a write for this generation may land late.
+        settle: see FetchServer; released: a Release that the process has settled on its side, and
+        whether it has let go of the entry. doubt: a write for this generation may land late.
         """
         self._transport = transport
         self._store = store
         self._released = released
         self._doubt = doubt
         self._moved = moved
+        self._serving: set[Key] = set()  # what the process may write for
         self._quiet_at = 0.0  # when nothing of a dead process can land any more
         self._swapped = threading.Event()
         self._process: ServerProcess | None = None
@@ -75,7 +76,7 @@ class StoreServer:
             self._thread = serve_here()
         else:
             self._process = ServerProcess(
-                process, store, timeout_s, settled=released, died=self._on_death
+                process, store, timeout_s, settled=self._settled, died=self._on_death
             )
 
     @property
@@ -102,6 +103,8 @@ class StoreServer:
 
     def hand_over(self, entry: StoreEntry) -> None:
         """The entry is complete, its residual in order: serve it. Call it before D may ask."""
+        if self._thread is None:
+            self._serving.add((entry.room, entry.generation))
         if self._thread is None and not self._live().hand_over(entry):
             # D must hear of the move before it hears of this room.
             self._swapped.wait(SWAP_S)
@@ -160,6 +163,11 @@ class StoreServer:
 
     # The process's thread -------------------------------------------------------------------
 
+    def _settled(self, release: Release, held: bool) -> None:
+        if held:
+            self._serving.discard((release.room, release.generation))
+        self._released(release, held)
+
     def _on_death(self, cause: str, lost: list[Key]) -> None:
         logger.error(
             "SmartGen: %s. The serve thread of the scheduler process takes over; fetches under "
@@ -169,7 +177,7 @@ class StoreServer:
             [room for room, _ in lost],
         )
         self._quiet_at = time.monotonic() + engine_progress_timeout_s()
-        for key in lost:
+        for key in {*lost, *self._serving}:
             self._doubt(*key)
         self._thread = self._serve_here()
         try:

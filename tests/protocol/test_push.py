@@ -45,6 +45,21 @@ class WatchedTransport(FakeTransport):
         return super().write(peer, spans)
 
 
+class OpenGate:
+    """Lets every write through while the room is live, and counts those under way."""
+
+    def __init__(self, live: Callable[[], bool] = lambda: True) -> None:
+        self.live = live
+        self.ends: list[bool] = []
+        self.shut = False
+
+    def began(self) -> bool:
+        return not self.shut
+
+    def ended(self, done: bool) -> None:
+        self.ends.append(done)
+
+
 class Bench:
     """Prefill node p with one room; decode node d as plain tensors of this process."""
 
@@ -74,7 +89,7 @@ class Bench:
         plan: RoomPlan,
         *,
         with_metadata: bool = True,
-        is_live: Callable[[], bool] = lambda: True,
+        gate: OpenGate | None = None,
     ) -> PushRoom:
         entry = self.store.open(9, 1, TOKENS)
         assert entry is not None
@@ -107,7 +122,7 @@ class Bench:
             row=ROW,
             with_metadata=with_metadata,
             keep=True,
-            is_live=is_live,
+            gate=gate or OpenGate(),
         )
 
     def prefill(self, room: PushRoom, stops: Sequence[int] = (TOKENS,)) -> None:
@@ -324,7 +339,7 @@ def test_a_transport_that_raises_fails_the_room_and_not_the_thread(bench: Bench)
 
 
 def test_a_room_that_is_not_live_is_skipped_and_ends_once(bench: Bench) -> None:
-    room = bench.room(some(), is_live=lambda: False)
+    room = bench.room(some(), gate=OpenGate(lambda: False))
     ends: list[PushRoom] = []
     bench.prefill(room)
     bench.worker.finish(room, ends.append)
@@ -336,7 +351,7 @@ def test_a_room_that_is_not_live_is_skipped_and_ends_once(bench: Bench) -> None:
 def test_a_room_that_dies_under_way_sends_nothing_more(bench: Bench) -> None:
     live = threading.Event()
     live.set()
-    room = bench.room(sequential(40), is_live=live.is_set)
+    room = bench.room(sequential(40), gate=OpenGate(live.is_set))
     bench.p.hold()
     bench.prefill(room, [10])
     bench.writes_begun(1)
@@ -366,3 +381,28 @@ def test_close_finishes_what_is_queued(bench: Bench) -> None:
     bench.prefill(room)
     bench.worker.close()
     bench.assert_landed(room.plan, metadata=True)
+
+
+def test_a_room_that_ends_between_two_writes_makes_no_further_one(bench: Bench) -> None:
+    gate = OpenGate()
+    room = bench.room(sequential(40), gate=gate)
+    bench.p.hold()
+    bench.prefill(room)
+    while not bench.p.log:
+        time.sleep(0.001)
+    gate.shut = True
+    bench.p.release()
+    bench.end(room)
+    assert gate.ends == [True] and len(bench.p.log) == 1  # the data, and never its mask
+    assert room.failure is None and room.ended_early is not None
+    assert room.proactive_bytes == 0
+    assert not bool((bench.mask == LOCAL).any())
+
+
+def test_every_write_is_reported_as_it_ended(bench: Bench) -> None:
+    gate = OpenGate()
+    bench.p.script("d", 2, Fault(FaultKind.FAIL))
+    room = bench.room(sequential(40), gate=gate)
+    bench.prefill(room)
+    bench.end(room)
+    assert gate.ends == [True, False] and room.failure is not None

@@ -98,14 +98,14 @@ def bench() -> Iterator[ProcessBench]:
 
 def test_the_whole_life_of_a_room(bench: ProcessBench) -> None:
     handed: list[list[tuple[int, str]]] = []
-    # What `pushed` sends lets D ask: the server must know of the room by then.
-    bench.outcome.on_end = lambda _: handed.append(bench.fetch(1, [3, 149], [7]))
+    # What `start` sends lets D ask: the server must know of the room by then.
+    bench.outcome.on_start = lambda _: handed.append(bench.fetch(1, [3, 149], [7]))
     bench.begun(generation=1)
     bench.layers()
     bench.finish()
     push = bench.end()
     bench.wait_for(lambda: handed == [[]])
-    bench.outcome.on_end = lambda _: None
+    bench.outcome.on_start = lambda _: None
     pool = bench.here.pool[:, LAYER, bench.source[:TOKENS]]  # [2, tokens, heads, dim]
     rows = [pool[:, token, head] for head, token in ((0, 3), (0, 149), (1, 7))]
     landed = bench.small.tensor(0, (3, 2, DIM), torch.bfloat16)
@@ -139,7 +139,7 @@ def test_a_release_during_the_push_is_settled_by_both(bench: ProcessBench) -> No
     bench.layers(0)
     bench.writes_begun(begun + 1)
     bench.release_there(2)
-    state = bench.side._rooms[ROOM]
+    state = bench.side._rooms.active[ROOM]
     bench.wait_for(lambda: state.push.ended_early is not None)
     assert bench.replies.empty()  # a write of it is under way
     assert bench.pushing()
@@ -156,12 +156,12 @@ def test_a_room_that_fails_after_it_was_handed_over_is_taken_back(bench: Process
     def fail(push: PushRoom) -> None:
         push.ended_early = "the request was cleared"
 
-    bench.outcome.on_end = fail
+    bench.outcome.on_start = fail
     bench.begun(generation=3)
     bench.layers()
     bench.finish()
     bench.end()
-    bench.outcome.on_end = lambda _: None
+    bench.outcome.on_start = lambda _: None
     bench.wait_for(lambda: bench.side.store.rooms == 0)  # the process lets go a little later
     bench.closed()
     assert "gone" in bench.fetch(3, [0], [0])[0][1]

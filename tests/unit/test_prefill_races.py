@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Iterator
 
 import pytest
-from prefill_bench import ROOM, SHORT_S, TOKENS, Bench
+from msgspec.structs import replace
+from prefill_bench import D_END, PATIENCE_S, ROOM, SHORT_S, TOKENS, Bench
 
 from sglang_smartgen.engine import prefill_side as module
-from sglang_smartgen.transfer.fake import Fault, FaultKind
-from sglang_smartgen.transfer.messages import Released
+from sglang_smartgen.transfer.fake import FakeTransport, Fault, FaultKind
+from sglang_smartgen.transfer.messages import Release, Released
 from sglang_smartgen.transfer.push import PushRoom
+
+GIVEN_UP = "the decode node ended the request before it could start"
 
 
 @pytest.fixture
@@ -29,8 +33,9 @@ def test_a_release_before_begin_fails_the_room_and_leaves_nothing(bench: Bench) 
     bench.release()
     assert bench.reply() == Released(ROOM, 1)
     # Told to SGLang, so that it sends no stock transfer to slots that D has given up.
-    assert bench.outcome.failed == [(ROOM, "the request ended before its prefill")]
+    assert bench.outcome.failed == [(ROOM, GIVEN_UP)]
     assert not bench.side.begin(ROOM, TOKENS)
+    assert bench.outcome.failed == [(ROOM, GIVEN_UP)] * 2
     bench.closed()
     assert bench.outcome.ends.empty()
 
@@ -52,7 +57,7 @@ def test_a_release_while_the_entry_is_opened_leaves_nothing(
     bench.announce()
     assert not bench.side.begin(ROOM, TOKENS)
     assert bench.side.fallbacks == {"released": 1}
-    assert bench.outcome.failed == [(ROOM, "the request ended before its prefill")]
+    assert bench.outcome.failed == [(ROOM, GIVEN_UP)] * 2
     bench.closed()
 
 
@@ -257,25 +262,22 @@ def test_a_failed_push_drops_the_entry_and_is_fenced_before_released(
     bench.finish()
     failure = bench.end().failure
     assert failure is not None and "scripted failure" in failure
-    bench.closed()
+    bench.closed(entries=1)  # late bytes are read from it
     bench.release()
     with pytest.raises(queue.Empty):
         bench.replies.get(timeout=4 * SHORT_S)  # its bytes may still land, and the fence says so
     bench.network.advance(5.0)
 
-    def answered() -> bool:
-        bench.release()  # D repeats it
-        return not bench.replies.empty()
-
-    bench.wait_for(answered)
-    assert bench.reply() == Released(ROOM, 1)
-    assert bench.side.store.used_bytes == 0
+    assert bench.reply() == Released(ROOM, 1)  # fenced again by itself
+    bench.closed()
 
 
 def test_a_push_that_never_completes_is_given_up(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PUSH_TIMEOUT_S", SHORT_S)
+    monkeypatch.setattr(module, "FENCE_TIMEOUT_S", SHORT_S)
+    monkeypatch.setattr(module, "LIMITS", replace(module.LIMITS, doubt_s=0.3))
     bench = Bench()
     bench.p.script("d", 1, Fault(FaultKind.NEVER))
     bench.begun()
@@ -283,4 +285,65 @@ def test_a_push_that_never_completes_is_given_up(
     bench.finish()
     failure = bench.end().failure
     assert failure is not None and "not complete after" in failure
+    bench.release()
+    bench.wait_for(lambda: bench.side.store.rooms == 0)  # given up in doubt
+    bench.closed()
+    bench.release()
+    with pytest.raises(queue.Empty):
+        bench.replies.get(timeout=SHORT_S)  # the promise can never be given
+
+
+def test_a_release_that_overtakes_its_room_keeps_it_from_beginning(bench: Bench) -> None:
+    bench.release()
+    assert bench.reply() == Released(ROOM, 1)
+    bench.announce()
+    assert bench.reply() == Released(ROOM, 1)
+    assert bench.outcome.failed == [(ROOM, GIVEN_UP)]
+    assert not bench.side.begin(ROOM, TOKENS)
+    assert bench.outcome.failed == [(ROOM, GIVEN_UP)] * 2 and bench.p.log == []
+    bench.closed()
+    bench.begun(generation=2)  # the number is used again
+
+
+def test_a_failed_hand_over_ends_the_room_though_it_is_served(bench: Bench) -> None:
+    def broken(push: PushRoom) -> None:
+        push.ended_early = "hand-over to d failed: no route"
+
+    bench.outcome.on_start = broken
+    bench.begun()
+    bench.layers()
+    bench.finish()
+    assert bench.end().ended_early == "hand-over to d failed: no route"
+    bench.wait_for(lambda: bench.side.store.rooms == 0)
+    bench.closed()
+    assert bench.replies.empty()
+
+
+def test_a_peer_whose_fence_hangs_holds_up_no_other_peer(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hung, real = threading.Event(), bench.p.fence
+
+    def fence(peer: str, scratch: int, timeout_s: float) -> bool:
+        if peer == "d":
+            hung.wait(PATIENCE_S)
+        return real(peer, scratch, timeout_s)
+
+    monkeypatch.setattr(bench.p, "fence", fence)
+    other = FakeTransport(bench.network, "e")
+    for memory in (bench.there.memory, bench.mask, bench.metadata, bench.small):
+        other.register(memory.region)
+    assert bench.add_peer(session="e")
+    for session, room in (("d", 1), ("e", 2)):
+        bench.p.script(session, 1, Fault(FaultKind.FAIL))
+        bench.announce(room, session=session)
+        assert bench.side.begin(room, TOKENS)
+        bench.layers(room=room)
+        bench.finish(room)
+        assert bench.end().failure is not None
+        bench.side.submit(Release(room, 1, session, D_END))
+    assert bench.reply() == Released(2, 1)
+    assert bench.replies.empty()
+    hung.set()
+    assert bench.reply() == Released(1, 1)
     bench.closed()

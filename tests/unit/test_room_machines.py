@@ -224,3 +224,9 @@ def test_a_peer_that_does_not_speak_smartgen_is_never_asked() -> None:
     late = opened()
     assert late.release(1.0) == [DecodeAction.SEND_RELEASE]
     assert late.stock(2.0) == [DecodeAction.FREE_SLOTS, DecodeAction.FREE_RANGES]
+
+
+def test_a_start_that_decode_cannot_be_told_ends_the_room() -> None:
+    room = serving()
+    assert room.start_failed("no route", 2.0) == [FAIL, DROP] and room.failure == "no route"
+    assert pushing().start_failed("no route", 2.0) == []
