@@ -11,8 +11,8 @@ from small_rank import SmallRank, hata
 
 from sglang_smartgen.config import SmartGenConfig
 from sglang_smartgen.core.mask import LOCAL
-from sglang_smartgen.engine import decode_rooms
 from sglang_smartgen.engine import decode_side as module
+from sglang_smartgen.engine import heartbeat
 from sglang_smartgen.engine.decode_side import RESEND_S, DecodeSide
 from sglang_smartgen.transfer.fake import FakeNetwork, FakeTransport
 from sglang_smartgen.transfer.messages import Endpoint, Hello, Message, OpenRoom, Started
@@ -32,7 +32,7 @@ class Bench:
         clock = SimpleNamespace(monotonic=lambda: self.now, time_ns=lambda: 5 << 20)
         monkeypatch.setattr(module, "time", clock)
         self.refusing: set[Endpoint] = set()
-        monkeypatch.setattr(decode_rooms, "refuses_connections", lambda peer: peer in self.refusing)
+        monkeypatch.setattr(heartbeat, "refuses_connections", lambda peer: peer in self.refusing)
         self.sent: list[tuple[Endpoint, Message]] = []
         self.freed: list[int] = []
         self.failed: list[tuple[int, str]] = []

@@ -23,7 +23,7 @@ def main() -> None:
         return
     channel.send(Serving(Endpoint("127.0.0.1", 9)))
     for number in range(3):
-        channel.send(Beat(number, 0, 0, []))
+        channel.send(Beat(number, 0, 0))
     time.sleep(PATIENCE_S)  # deaf and dumb from here on
 
 

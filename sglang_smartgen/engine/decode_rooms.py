@@ -30,7 +30,6 @@ from sglang_smartgen.transfer.messages import (
     Released,
     Started,
 )
-from sglang_smartgen.transfer.reachable import refuses_connections
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,14 @@ class Placed(msgspec.Struct, frozen=True):
     generation: int
 
 
-Event: TypeAlias = Started | Released | Failed | Filled | Placed | Hello
+class PeerEnded(msgspec.Struct, frozen=True):
+    """Nothing listened at a P any more; rooms up to this generation were opened there before."""
+
+    peer: Endpoint
+    newest: int
+
+
+Event: TypeAlias = Started | Released | Failed | Filled | Placed | Hello | PeerEnded
 
 
 class DecodeRooms:
@@ -112,6 +118,18 @@ class DecodeRooms:
         """Any thread: something has happened to a room."""
         self._events.append(event)
 
+    def by_peer(self) -> dict[Endpoint, tuple[list[tuple[int, int]], int]]:
+        """Any thread: per P the rooms that it may write for, and the newest generation there."""
+        found: dict[Endpoint, tuple[list[tuple[int, int]], int]] = {}
+        # A copy is made at one go; the dictionaries are the scheduler thread's.
+        for room in [*list(self._open.values()), *list(self._ending.values())]:
+            if room.peer is not None:
+                keys, newest = found.get(room.peer, ([], 0))
+                if room.machine.open:
+                    keys.append((room.room, room.generation))
+                found[room.peer] = keys, max(newest, room.generation)
+        return found
+
     # Scheduler thread -----------------------------------------------------------------------
 
     def pump(self, now: float) -> None:
@@ -121,21 +139,23 @@ class DecodeRooms:
             if isinstance(event, Hello):
                 self._greeted(event, now)
                 continue
+            if isinstance(event, PeerEnded):
+                for state in list(self._all()):
+                    if state.peer == event.peer and state.generation <= event.newest:
+                        self.act(state, state.machine.peer_gone(now))
+                continue
             room = self.of_generation(event.room, event.generation)
             if room is not None:
                 self._happened(room, event, now)
 
     def tick(self, now: float) -> None:
         """Time has passed: what is late, is said again or given up."""
-        due = [room for room in self._all() if (room.machine.deadline or now + 1) <= now]
-        refusing = {p for room in due if (p := room.peer) is not None and refuses_connections(p)}
         for room in list(self._all()):
             peer, machine = room.peer, room.machine
             if peer is None:
                 continue
-            if peer in refusing:
-                self.act(room, machine.peer_gone(now))
-            elif room in due:
+            deadline = machine.deadline
+            if deadline is not None and deadline <= now:
                 self.act(room, machine.tick(now))
                 if machine.overdue:
                     counts.unacknowledged += 1

@@ -24,6 +24,7 @@ from sglang_smartgen.core.counts import counts
 from sglang_smartgen.core.mask import LOCAL, PADDING, REMOTE
 from sglang_smartgen.engine.decode_room import DecodeRoom
 from sglang_smartgen.engine.decode_rooms import DecodeRooms, Placed
+from sglang_smartgen.engine.heartbeat import Heartbeat
 from sglang_smartgen.engine.model_facts import ModelFacts
 from sglang_smartgen.engine.prefill_peers import PrefillPeers
 from sglang_smartgen.select.base import Selector
@@ -115,6 +116,14 @@ class DecodeSide:
             send_release=self._send_release,
             fail_request=self._fail_waiting,
             free_ranges=self._free_ranges,
+        )
+        self.heartbeat = Heartbeat(
+            self._rooms,
+            self._peers,
+            session=session,
+            epoch=self._epoch,
+            send=send,
+            lost=self.lane.lost,
         )
         self.finished: deque[dict[str, Any]] = deque(maxlen=FINISHED_KEPT)
         self.rank = rank

@@ -31,6 +31,7 @@ from sglang_smartgen.engine.selectors import load_selector
 from sglang_smartgen.transfer.messages import (
     TAG,
     VERSION,
+    Alive,
     Endpoint,
     Failed,
     Fetch,
@@ -112,6 +113,7 @@ class SmartGenKVManager(MooncakeKVManager):
                 open_limit_s=self.waiting_timeout + OPEN_GRACE_S,
             )
             runtime.set_decode_side(self.decode)
+            self.decode.heartbeat.start()
 
     def _process_transport(self) -> TransportSpec:
         """What SGLang starts its own engine with, for the engine of a server process."""
@@ -144,7 +146,7 @@ class SmartGenKVManager(MooncakeKVManager):
         assert self.prefill is not None
         if frames[0] == TAG:
             message = from_frames(frames)
-            if not isinstance(message, Fetch | Grant | Release):
+            if not isinstance(message, Fetch | Grant | Release | Alive):
                 raise MessageError(f"{type(message).__name__} is not for a prefill node")
             self.prefill.submit(message)
             return True

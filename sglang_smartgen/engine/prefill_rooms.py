@@ -26,11 +26,12 @@ from sglang_smartgen.core.prefill_room import (
 from sglang_smartgen.core.prefill_room import PrefillRoom as Machine
 from sglang_smartgen.engine.prefill_room import Outcome, PrefillRoom
 from sglang_smartgen.transfer.fences import Fencer, Key
-from sglang_smartgen.transfer.messages import Release
+from sglang_smartgen.transfer.messages import Alive, Release
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
+STALL_S = 2.0
 FORGET_S = 240.0
 """Longer than any message lives, and than D waits for an answer."""
 
@@ -198,6 +199,15 @@ class PrefillRooms:
         else:
             self._happen(room, lambda machine: machine.release(now))
 
+    def renew(self, message: Alive) -> None:
+        """D still holds these generations open."""
+        now = time.monotonic()
+        with self._lock:
+            for key in message.rooms:
+                room = self._rooms.get(key)
+                if room is not None and not room.machine.is_stale(key[1], message.epoch):
+                    room.machine.renewed(now)
+
     def peer_replaced(self, session: str, epoch: int) -> None:
         """Another D process has this session: the rooms of the one before end."""
         with self._lock:
@@ -294,7 +304,10 @@ class PrefillRooms:
 
     def _run(self) -> None:
         while True:
+            before = time.monotonic()
             time.sleep(TICK_S)
+            if time.monotonic() - before > STALL_S:
+                continue  # this process was stopped: first hear what D has said meanwhile
             try:
                 self.tick()
             except Exception:
@@ -309,10 +322,17 @@ class PrefillRooms:
                 if announced.forget_at is not None and announced.forget_at <= now:
                     del self._announced[announced.message.room]
         for room in rooms:
+            serving = room.machine.phase is PrefillPhase.SERVING
             try:
                 self._happen(room, lambda machine: machine.tick(now))
             except Exception:
                 logger.exception("room %s could not be ended", room.message.room)
+            if serving and room.machine.phase is not PrefillPhase.SERVING:
+                logger.warning(
+                    "room %s: decode has not named it for %g s; it is dropped from the store",
+                    room.message.room,
+                    self._limits.lease_s,
+                )
             if room.forget_at is not None and room.forget_at <= now:
                 with self._lock:
                     self._rooms.pop(room.key, None)

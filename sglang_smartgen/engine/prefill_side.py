@@ -33,6 +33,7 @@ from sglang_smartgen.engine.push_policy import PushPolicy
 from sglang_smartgen.select.base import Selector
 from sglang_smartgen.transfer.fetch_server import Reply
 from sglang_smartgen.transfer.messages import (
+    Alive,
     Endpoint,
     Fetch,
     Grant,
@@ -51,14 +52,10 @@ from sglang_smartgen.transfer.transport import Transport
 logger = logging.getLogger(__name__)
 
 PUSH_TIMEOUT_S = 60.0
-STORE_TTL_S = 1800
-"""Age after which an entry may make room: D releases its rooms, so it must have died."""
 FENCE_TIMEOUT_S = 30.0
 FINISHED_KEPT = 16
-LIMITS = core.PrefillLimits(
-    lease_s=float(STORE_TTL_S), idle_s=float(STORE_TTL_S), fence_retry_s=1.0, doubt_s=300.0
-)
-"""doubt_s is more than D's quarantine, after which D has given the slots up."""
+LIMITS = core.PrefillLimits(lease_s=30.0, idle_s=1800.0, fence_retry_s=1.0, doubt_s=300.0)
+"""D names its rooms every 2 s. doubt_s is more than D's quarantine: the slots are given up then."""
 
 
 class RoomGate:
@@ -196,10 +193,12 @@ class PrefillSide:
         )
         self._rooms.announce(PrefillRoom(machine, message, session, peer, endpoint, slots))
 
-    def submit(self, message: Fetch | Grant | Release) -> None:
+    def submit(self, message: Fetch | Grant | Release | Alive) -> None:
         """A message of D that came to this process."""
         if isinstance(message, Release):
             self._rooms.release(message)
+        elif isinstance(message, Alive):
+            self._rooms.renew(message)
         else:
             self.server.submit(message)
 
@@ -247,10 +246,7 @@ class PrefillSide:
     def _open_entry(self, message: OpenRoom) -> StoreEntry | None:
         """A store entry held by scheduler and push thread; None when there is no room for it."""
         room, generation, prompt_len = message.room, message.generation, message.prompt_len
-        entry = self.store.open(room, generation, prompt_len, users=2)
-        if entry is None and self._drop_forgotten():
-            entry = self.store.open(room, generation, prompt_len, users=2)
-        return entry
+        return self.store.open(room, generation, prompt_len, users=2)
 
     def _make_push(self, room: PrefillRoom, entry: StoreEntry, plan: RoomPlan) -> PushRoom:
         message, peer = room.message, room.peer
@@ -267,14 +263,6 @@ class PrefillSide:
             gate=RoomGate(self._rooms, room, self._outcome),
             verify=message.verify,
         )
-
-    def _drop_forgotten(self) -> bool:
-        """Drop entries that no living decode node can still want; True when there were any."""
-        old = self.store.older_than(STORE_TTL_S)
-        for room, generation in old:
-            logger.warning("room %s: dropped from the prefill store after %d s", room, STORE_TTL_S)
-            self.server.drop(room, generation)
-        return bool(old)
 
     def _fall_back(self, room: int, reason: str) -> bool:
         self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1

@@ -14,6 +14,7 @@ import msgspec
 
 TAG = b"SMARTGEN"
 VERSION = 3
+ALIVE_ROOMS = 256
 
 
 class MessageError(ValueError):
@@ -199,6 +200,18 @@ class Released(msgspec.Struct, frozen=True, tag="released"):
     generation: int
 
 
+class Alive(msgspec.Struct, frozen=True, tag="alive"):
+    """D to P every few seconds: these generations are open, at most `ALIVE_ROOMS` a message.
+
+    P's leave to write for a generation, and to keep its store entry, is a lease that this renews.
+    `epoch` as in D's Registration.
+    """
+
+    session: str
+    epoch: int
+    rooms: list[tuple[int, int]]
+
+
 Message: TypeAlias = (
     Registration
     | OpenRoom
@@ -211,6 +224,7 @@ Message: TypeAlias = (
     | Filled
     | Release
     | Released
+    | Alive
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -125,7 +125,7 @@ class Settled(msgspec.Struct, frozen=True, tag="settled"):
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """A sign of life with the counters, and the entries that were read since the last one.
+    """A sign of life with the counters.
 
     slices: writes of speculative fill; descriptors, post_s: as in core.counts.
     """
@@ -133,7 +133,6 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     fetches: int
     bytes_on_demand: int
     bytes_speculative: int
-    touched: list[tuple[int, int]]
     slices: int = 0
     descriptors: int = 0
     post_s: float = 0.0

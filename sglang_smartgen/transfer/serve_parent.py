@@ -87,7 +87,7 @@ class ServerProcess:
         self._lock = threading.Lock()
         self._over = False
         self._closing = False
-        self._last_beat = Beat(0, 0, 0, [])
+        self._last_beat = Beat(0, 0, 0)
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours)
         with theirs:
@@ -235,22 +235,14 @@ class ServerProcess:
 
     def _heard(self, message: ToServer | ToScheduler) -> None:
         match message:
-            case Beat(touched=touched):
+            case Beat():
                 self._last_beat = message
-                for key in touched:
-                    self._touch(key)
             case Gone(room=room, generation=generation):
                 self._give_back(room, generation)
             case Settled(release=release, held=held):
                 self._settled(release, held)
             case _:
                 logger.warning("SmartGen: unexpected %s", type(message).__name__)
-
-    def _touch(self, key: Key) -> None:
-        with self._lock:
-            entry = self._handed.get(key)
-        if entry is not None:
-            entry.touched = time.monotonic()
 
     def _give_back(self, room: int, generation: int) -> None:
         with self._lock:

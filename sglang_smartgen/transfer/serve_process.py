@@ -106,7 +106,6 @@ class ServedTable(EntryTable):
             Residual.restored(g, length, message.sent, message.order),
         )
         entry.captured = [length] * g.layers
-        entry.touched = 0.0  # nobody has read it here
         with self._lock:
             self._entries[message.room, message.generation] = entry
             self._users[message.room, message.generation] = 0
@@ -117,11 +116,6 @@ class ServedTable(EntryTable):
             if (room, generation) in self._entries:
                 self.let_go.add((room, generation))
         super().drop(room, generation)
-
-    def touched_since(self, moment: float) -> list[tuple[int, int]]:
-        """Keys of the entries that were acquired after this monotonic time."""
-        with self._lock:
-            return [key for key, entry in self._entries.items() if entry.touched > moment]
 
     def _freed(self, entry: StoreEntry) -> None:
         self._gone(entry.room, entry.generation)
@@ -247,17 +241,15 @@ class ServeLoop:
                 logger.warning("unexpected %s", type(order).__name__)
 
     def _beat(self) -> None:
-        touched = self._table.touched_since(self._beaten)
         self._beaten = time.monotonic()
-        self._channel.send(self._counters(touched))
+        self._channel.send(self._counters())
 
-    def _counters(self, touched: list[tuple[int, int]]) -> Beat:
+    def _counters(self) -> Beat:
         s = self._server
         return Beat(
             s.fetches,
             s.bytes_on_demand,
             s.filler.bytes_speculative,
-            touched,
             s.filler.slices,
             counts.descriptors,
             counts.post_s,
@@ -268,7 +260,7 @@ class ServeLoop:
     def _settled(self, release: Release) -> bool:
         """Never True: the scheduler process answers D, once it has settled its part too."""
         # First the counters, so that they are right whenever a request has ended.
-        self._channel.send(self._counters([]))
+        self._channel.send(self._counters())
         key = (release.room, release.generation)
         if key in self._doubtful:
             self._waiting[key] = release

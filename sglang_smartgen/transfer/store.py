@@ -11,7 +11,6 @@ under the store's lock).
 from __future__ import annotations
 
 import threading
-import time
 
 import torch
 from torch import Tensor
@@ -47,7 +46,6 @@ class StoreEntry:
         self.residual = residual
         self.captured = [0] * kv.shape[0]
         self.encoded = [0] * metadata.shape[0]
-        self.touched = time.monotonic()
 
     def capture(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor, stop: int) -> bool:
         """Copy tokens `[captured, stop)` of a layer from the pool; True when there were any.
@@ -137,9 +135,7 @@ class EntryTable:
             if key not in self._entries or key in self._dropped:
                 return None
             self._users[key] += 1
-            entry = self._entries[key]
-            entry.touched = time.monotonic()
-            return entry
+            return self._entries[key]
 
     def release(self, entry: StoreEntry) -> None:
         """Let go of an acquired entry."""
@@ -155,12 +151,6 @@ class EntryTable:
             if key in self._entries:
                 self._dropped.add(key)
                 self._free_if_unused(key)
-
-    def older_than(self, seconds: float) -> list[tuple[int, int]]:
-        """Keys of entries that nobody has acquired for more than `seconds`."""
-        limit = time.monotonic() - seconds
-        with self._lock:
-            return [key for key, entry in self._entries.items() if entry.touched < limit]
 
     def _free_if_unused(self, key: tuple[int, int]) -> None:
         if key in self._dropped and self._users[key] == 0:

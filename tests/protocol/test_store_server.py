@@ -256,23 +256,6 @@ def test_the_range_of_a_dropped_entry_is_not_reused_before_the_process_let_go(
     bench.freed()
 
 
-def test_an_entry_that_is_asked_for_is_not_forgotten(process_bench: ServeBench) -> None:
-    """The store gives up what nobody has touched for long; fetches are elsewhere."""
-    bench = process_bench
-    bench.open(11)
-    entry = bench.store.acquire(11, 1)
-    assert entry is not None
-    entry.touched -= 1000
-    assert bench.store.older_than(500) == [(11, 1)]
-    assert bench.d.fetch(ask(11)) == {}
-    deadline = time.monotonic() + PATIENCE_S
-    while bench.store.older_than(500):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    bench.store.release(entry)
-    end(bench, 11)
-
-
 def test_the_process_uses_no_sglang_and_is_not_pinned(process_bench: ServeBench) -> None:
     maps = Path(f"/proc/{pid(process_bench)}/maps").read_text()
     assert "smartgen" in maps and "sgl_kernel" not in maps

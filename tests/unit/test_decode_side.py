@@ -10,16 +10,20 @@ from small_rank import HEADS, LAYERS, ROWS, SLOTS, WIDTH, hata
 from sglang_smartgen.config import ConfigError
 from sglang_smartgen.core.geometry import DENSE_LAYERS
 from sglang_smartgen.core.mask import LOCAL, PADDING, REMOTE
+from sglang_smartgen.engine import heartbeat
 from sglang_smartgen.engine.decode_side import OPEN_LIMIT_S, QUARANTINE_LIMIT_S
 from sglang_smartgen.engine.prefill_peers import HELLO_LIMIT_S
 from sglang_smartgen.transfer.messages import (
+    ALIVE_ROOMS,
     VERSION,
+    Alive,
     Failed,
     OpenRoom,
     Release,
     Released,
     Started,
 )
+from sglang_smartgen.transfer.remote_lane import Ask
 
 
 @pytest.fixture
@@ -291,9 +295,9 @@ def test_a_peer_whose_port_is_closed_frees_its_rooms(bench: Bench) -> None:
     bench.opened()
     bench.release()
     bench.refusing.add(P_END)
+    bench.side.heartbeat.beat()
+    assert bench.freed == []  # only drain frees: it is the scheduler's thread
     bench.tick(0.0)
-    assert bench.freed == []
-    bench.tick()
     assert bench.freed == [ROOM] and len(bench.sent) == 1
 
 
@@ -434,3 +438,60 @@ def test_a_free_that_raises_is_not_repeated_and_keeps_nobody_else(bench: Bench) 
         bench.tick()
     bench.tick()
     assert bench.freed == [ROOM, 8] and bench.side.quarantined_rooms == 0
+
+
+# The heartbeat.
+
+
+def named(bench: Bench) -> list[tuple[int, int]]:
+    """The rooms that P is told of."""
+    bench.sent.clear()
+    bench.side.heartbeat.beat()
+    rooms: list[tuple[int, int]] = []
+    for peer, message in bench.sent:
+        assert peer == P_END and isinstance(message, Alive)
+        assert (message.session, message.epoch) == ("d", bench.side.registration().epoch)
+        assert 0 < len(message.rooms) <= ALIVE_ROOMS
+        rooms += message.rooms
+    return rooms
+
+
+def test_rooms_are_named_while_p_may_write_for_them(bench: Bench) -> None:
+    generation = bench.opened().generation
+    assert named(bench) == []  # a stock P would die of it
+    bench.hello()
+    assert named(bench) == [(ROOM, generation)]
+    bench.started(generation, left=100)
+    bench.mark(0, 1)
+    bench.side.commit(ROOM)
+    assert named(bench) == [(ROOM, generation)]
+    bench.release()
+    assert named(bench) == [] and bench.side.quarantined_rooms == 1
+
+
+def test_many_rooms_are_named_in_bounded_messages(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "ALIVE_ROOMS", 3)
+    bench.hello()
+    rooms = [bench.open(room=room, row=room) for room in range(4)]
+    wanted = [(m.room, m.generation) for m in rooms if m is not None]
+    assert named(bench) == wanted and len(bench.sent) == 2
+
+
+def test_a_peer_whose_port_is_closed_fails_the_rooms_that_decode(bench: Bench) -> None:
+    bench.hello(epoch=1)
+    generation = bench.opened().generation
+    bench.started(generation, left=100, epoch=1)
+    bench.mark(0, 1)
+    bench.side.commit(ROOM)
+    ticket = bench.side.lane.ask(2, [Ask(ROOM, generation, P_END, 0, [])])
+    bench.refusing.add(P_END)
+    bench.side.heartbeat.beat()
+    assert bench.side.lane.wait(ticket) == {ROOM: "the prefill node ended"}  # at once
+    later = bench.open(room=8, row=3)  # at the next process, before this one's end is taken in
+    assert later is not None
+    bench.tick(0.0)
+    first, second = bench.side.room(ROOM), bench.side.room(8)
+    assert first is not None and first.failure == "the prefill node ended"
+    assert second is not None and second.failure is None

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from sglang_smartgen.transfer.messages import (
     TAG,
     VERSION,
+    Alive,
     Endpoint,
     Failed,
     Fetch,
@@ -80,6 +81,7 @@ BY_TYPE = {
         Started, number, number, number, number, st.floats(allow_nan=False), number, number
     ),
     Failed: st.builds(Failed, number, number, text),
+    Alive: st.builds(Alive, text, number, st.lists(st.tuples(number, number), max_size=3)),
     Fetch: st.builds(Fetch, number, text, endpoint, number, st.lists(item, max_size=3)),
     FetchDone: st.builds(FetchDone, number, st.lists(st.tuples(number, text), max_size=3)),
     Grant: st.builds(Grant, text, endpoint, st.booleans(), st.lists(grant, max_size=3)),

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
-from prefill_bench import ROOM, ROW, TOKENS, Bench
+from msgspec.structs import replace
+from prefill_bench import PATIENCE_S, ROOM, ROW, TOKENS, Bench
 from small_rank import HEADS, LAYERS, ROWS, WIDTH, hata
 
 from sglang_smartgen.config import ConfigError
 from sglang_smartgen.core.geometry import DENSE_LAYERS
 from sglang_smartgen.core.mask import LOCAL
-from sglang_smartgen.engine.prefill_side import STORE_TTL_S
-from sglang_smartgen.transfer import store as store_module
-from sglang_smartgen.transfer.messages import (
-    Released,
-)
+from sglang_smartgen.engine import prefill_side as module
+from sglang_smartgen.transfer.messages import Alive, Released
 
 
 @pytest.fixture
@@ -136,24 +133,51 @@ def test_a_full_store_sends_a_room_stock_until_another_ends(bench: Bench) -> Non
     bench.begun(ROOM + fits)
 
 
-def test_a_full_store_gives_up_what_nobody_asked_for_in_long(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+def test_what_a_silent_decode_node_left_is_dropped_after_its_lease(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(module, "LIMITS", replace(module.LIMITS, lease_s=1.0))
+    bench = Bench()
     fits = bench.side.store.region.length // bench.side.store.entry_bytes(TOKENS)
+    assert fits > 2
     for room in range(fits):
         bench.begun(room)
         bench.layers(room=room)
         bench.finish(room)
         bench.end()
-    bench.closed(entries=fits)
-    later = time.monotonic() + STORE_TTL_S + 1
-    monkeypatch.setattr(store_module, "time", SimpleNamespace(monotonic=lambda: later))
-    entry = bench.side.store.acquire(1, 1)  # a fetch: its decode node lives
-    assert entry is not None
-    bench.side.store.release(entry)
+    names = [(room, 1) for room in range(fits)]
+    began = time.monotonic()
+    while bench.side.store.rooms > 1:  # it names room 1; the others it names under another epoch
+        bench.side.submit(Alive("d", 1, names[1:2]))
+        bench.side.submit(Alive("d", 2, names))
+        assert time.monotonic() - began < PATIENCE_S
+        time.sleep(0.01)
+    assert time.monotonic() - began > 0.5
+    assert bench.side.store.acquire(1, 1) is not None
+    assert "room 0: decode has not named it for 1 s" in caplog.text
+    assert bench.outcome.failed == [] and bench.replies.empty()
+    bench.release(0)
+    assert bench.reply() == Released(0, 1)
     bench.begun(ROOM + fits)
-    assert bench.side.store.rooms == 2 and bench.side.fallbacks == {}
-    assert bench.side.store.acquire(1, 1) is entry
+    assert bench.side.fallbacks == {}
+
+
+def test_a_push_to_a_silent_decode_node_ends_and_names_the_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "LIMITS", replace(module.LIMITS, lease_s=0.3))
+    bench = Bench()
+    bench.begun()
+    bench.layers(0)
+    assert bench.end().ended_early == "the decode node is silent"
+    writes = len(bench.p.log)
+    bench.layers(1)
+    bench.finish()
+    bench.closed()
+    assert len(bench.p.log) == writes
+    bench.announce(8)
+    bench.wait_for(lambda: bench.outcome.failed == [(8, "the decode node is silent")])
+    assert not bench.side.begin(8, TOKENS)  # nor a stock transfer to slots of nobody
 
 
 def test_a_store_that_cannot_be_mapped_is_named() -> None:

@@ -233,20 +233,6 @@ def test_an_entry_may_be_opened_for_its_users() -> None:
     assert (store.used_bytes, store.rooms) == (0, 0)
 
 
-def test_entries_that_nobody_touched_for_long_are_named() -> None:
-    store = new_store()
-    first, second = opened(store, 1), opened(store, 2)
-    opened(store, 3)
-    first.touched -= 100
-    second.touched -= 100
-    assert store.older_than(50) == [(1, 1), (2, 1)]
-    assert store.older_than(150) == []
-    assert store.acquire(2, 1) is second
-    assert store.older_than(50) == [(1, 1)]
-    store.release(second)
-    assert store.older_than(50) == [(1, 1)]
-
-
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.integers(0, 49), max_size=12), st.integers(0, LAYERS - 1), st.booleans())
 def test_gather_returns_the_asked_rows_in_order(asked: list[int], layer: int, upper: bool) -> None:
