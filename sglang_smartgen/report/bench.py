@@ -29,6 +29,10 @@ BENCHMARKS = {
         "sglang_smartgen.report.bench_fill",
         "speculative fill: time between tokens and use of the network, credit beside credit",
     ),
+    "memory": Command(
+        "sglang_smartgen.report.bench_memory",
+        "peak memory of prefill and decode by mode, and load until saturation",
+    ),
     "network": Command(
         "sglang_smartgen.report.bench_network",
         "every mode beside stock SGLang on a network of several rates",

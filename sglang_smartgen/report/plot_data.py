@@ -30,6 +30,7 @@ LABELS = {
     "no_speculation": "without speculation",
     "proactive_only": "proactive only",
 }
+DPI = 120
 IDEAL = {"color": "black", "linestyle": "--", "linewidth": 1.2, "zorder": 3}
 
 
@@ -137,7 +138,7 @@ def save(figure: Any, path: Path) -> Path:
     """Write a PNG and forget the figure."""
     import matplotlib.pyplot as plt
 
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    figure.savefig(path, dpi=DPI, bbox_inches="tight")
     plt.close(figure)
     return path
 

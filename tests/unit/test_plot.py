@@ -10,6 +10,7 @@ import pytest
 
 from sglang_smartgen.cli import main
 from sglang_smartgen.report import network_cells as cells
+from sglang_smartgen.report import plot_data
 from sglang_smartgen.report.client import Answer
 from sglang_smartgen.report.network_cells import Cell, Grid
 from sglang_smartgen.report.network_pairs import failed_rows, request_row
@@ -59,7 +60,10 @@ ORDERS = {
 }
 
 
-def test_every_figure_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_figure_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plot_data, "DPI", 50)  # drawing is most of the time
     lines, orders = tmp_path / "n.jsonl", tmp_path / "o.jsonl"
     wide = cells_of(modes=["full", "smartgen"], batch=[2], ratio=[0.1, 0.6])
     rows = [row(cell) for cell in (*cells_of(), *wide)]
