@@ -12,19 +12,20 @@ from typing import Any
 
 import torch
 
+from sglang_smartgen.engine.forced_tokens import ForcedTokens
 from sglang_smartgen.report.longbench.arms import Arm
 from sglang_smartgen.report.longbench.ask import Job
 from sglang_smartgen.report.longbench.data import Item
-from sglang_smartgen.report.longbench.forced import ForcedAnswer
 from sglang_smartgen.report.longbench.framing import Prompt
 
-VOCABULARY = 50
+VOCABULARY, SPARE = 50, 49
 
 
 class WordTokenizer:
     """One token a word, with its leading space; knows every word it has seen."""
 
     bos_token_id = 0
+    all_special_ids = (0, 1, 2)
 
     def __init__(self, chat_template: str | None = None, adds_bos: bool = False) -> None:
         self.chat_template, self._adds_bos = chat_template, adds_bos
@@ -71,7 +72,7 @@ def item(number: int = 1, task: str = "multifieldqa_en", **changed: Any) -> Item
 
 def job(number: int = 1, task: str = "multifieldqa_en", reference: int = 3) -> Job:
     """A job whose prompt begins with `number` and whose reference has `reference` tokens."""
-    return Job(item(number, task), Prompt([number, 7, 8], False, [5, 0, 9][:reference]), 4)
+    return Job(item(number, task), Prompt([number, 7, 8], False, [5, 3, 9][:reference]), 4)
 
 
 class FakeAsks:
@@ -94,11 +95,12 @@ class FakeAsks:
             "pred": f"Ann {number} {arm.name}\u2028 über",
             "tokens": [number, len(arm.name)],
             "reference_logprobs": [-number / 4, -0.5],
+            "reference_preferred": [number, 5],
         }
 
 
 class _Request:
-    """What ForcedAnswer reads of SGLang's request."""
+    """What ForcedTokens reads of SGLang's request."""
 
     def __init__(self) -> None:
         self.output_ids: list[int] = []
@@ -107,18 +109,23 @@ class _Request:
 def step_logits(prompt: list[int], step: int) -> torch.Tensor:
     """float32 [1, VOCABULARY]: what the model of the stub server says at a step."""
     generator = torch.Generator().manual_seed(sum(prompt) * 100 + step)
-    return torch.randn(1, VOCABULARY, generator=generator)
+    logits = torch.randn(1, VOCABULARY, generator=generator)
+    logits[:, SPARE] = -60.0  # nobody expects it
+    return logits
 
 
 def decode(body: dict[str, Any]) -> dict[str, Any]:
     """The answer of a server to a request, with greedy sampling of `step_logits`."""
     sampling, request = body["sampling_params"], _Request()
     top: list[list[list[Any]]] = []
+    asked: list[list[list[Any]]] = []
     for step in range(sampling["max_new_tokens"]):
         logits = step_logits(body["input_ids"], step)
         if "custom_logit_processor" in body:
-            logits = ForcedAnswer()(logits, [{**sampling["custom_params"], "__req__": request}])
-        values, ids = torch.log_softmax(logits[0], dim=-1).topk(2)
+            logits = ForcedTokens()(logits, [{**sampling["custom_params"], "__req__": request}])
+        logprobs = torch.log_softmax(logits[0], dim=-1)
+        values, ids = logprobs.topk(2)
+        asked.append([[float(logprobs[i]), i, None] for i in body.get("token_ids_logprob", ())])
         top.append([[float(v), int(i), None] for v, i in zip(values, ids, strict=True)])
         request.output_ids.append(int(ids[0]))
     meta: dict[str, Any] = {
@@ -126,7 +133,7 @@ def decode(body: dict[str, Any]) -> dict[str, Any]:
         "finish_reason": {"type": "length", "length": len(request.output_ids)},
     }
     if body.get("top_logprobs_num"):
-        meta["output_top_logprobs"] = top
+        meta |= {"output_top_logprobs": top, "output_token_ids_logprobs": asked}
     return {"text": "Ann", "output_ids": request.output_ids, "meta_info": meta}
 
 

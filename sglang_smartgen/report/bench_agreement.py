@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace, names: list[str], log: Console) -> dict[str, Any]:
     from sglang_smartgen.calibrate.model import LayeredModel
     from sglang_smartgen.report.bench_select import FULL, sequences_of
-    from sglang_smartgen.report.forced import FORCED_ARGS, Forced, force
+    from sglang_smartgen.report.forced import FORCED_ARGS, Forced, force, spare_token
     from sglang_smartgen.report.prompts import load_tokenizer
     from sglang_smartgen.report.select_arms import artifact_path, ensure_artifact
 
@@ -67,7 +67,7 @@ def _measure(args: argparse.Namespace, names: list[str], log: Console) -> dict[s
     size = FULL._replace(texts=args.texts, new_tokens=args.steps + 1)
     calibration, held_out = sequences_of(model, args.prompt_tokens, size)
     texts = list(held_out.values())
-    spare = _spare(load_tokenizer(model.folder), texts)
+    spare = spare_token(load_tokenizer(model.folder), texts)
     folder = args.artifacts_dir or cache_root() / "artifacts"
 
     def decode(url: str, arm: dict[str, Any]) -> list[Forced]:
@@ -120,12 +120,6 @@ def summary(found: dict[str, list[Any]]) -> dict[str, Any]:
         logprobs = [logprob for answer in answers for logprob in answer.logprobs]
         likelihood[arm] = sum(logprobs) / len(logprobs)
     return {"agreement": agreement, "mean_logprob": likelihood}
-
-
-def _spare(tokenizer: Any, texts: list[list[int]]) -> int:
-    """A special token that is in no text."""
-    used = {token for ids in texts for token in ids}
-    return next(int(token) for token in reversed(tokenizer.all_special_ids) if token not in used)
 
 
 def _show(out: Console, result: dict[str, Any]) -> None:

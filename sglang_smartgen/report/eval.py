@@ -20,6 +20,7 @@ from rich.console import Console
 from sglang_smartgen.config import ConfigError
 from sglang_smartgen.report import prompts
 from sglang_smartgen.report.cluster import Cluster
+from sglang_smartgen.report.forced import FORCED_ARGS, spare_token
 from sglang_smartgen.report.longbench import arms as arms_module
 from sglang_smartgen.report.longbench import metrics, runner, scores
 from sglang_smartgen.report.longbench.arms import STOCK, Arm
@@ -34,7 +35,6 @@ from sglang_smartgen.report.model_cache import ensure_model
 
 LONGBENCH_E = "longbench-e"
 QUICK_ITEMS, QUICK_NEW_TOKENS = 2, 32
-ENABLE_FORCED = "--enable-custom-logit-processor"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--likelihood",
         choices=("auto", "on", "off"),
         default="auto",
-        help=f"score the references too; running servers need {ENABLE_FORCED} and this package "
+        help=f"score the references too; running servers need {FORCED_ARGS[0]} and this package "
         "(auto: on for servers that are started here)",
     )
     parser.add_argument(
@@ -139,13 +139,13 @@ class _Evaluation:
             folder.open(self._settings(), self._arms, self._data)
             self._view.say("cutting the prompts")
             tokenizer = prompts.load_tokenizer(self._model)
-            newline = int(tokenizer("\n", add_special_tokens=False)["input_ids"][-1])
             jobs = self._jobs(tokenizer)
+            asks = self._how_to_ask(tokenizer, jobs)
             runner.run(
                 folder,
                 jobs,
                 self._arms,
-                lambda group: self._servers(group, jobs, newline),
+                lambda group: self._servers(group, jobs, asks),
                 parallel=self._args.parallel,
                 progress=self._view.predicted,
             )
@@ -182,17 +182,21 @@ class _Evaluation:
             for item in items
         ]
 
-    @contextlib.contextmanager
-    def _servers(self, group: list[Arm], jobs: list[Job], newline: int) -> Iterator[Asker]:
-        stock = group[0].name == STOCK
-        url = self._args.stock_url if stock else self._args.url
-        settings: dict[str, Any] = {
-            "newline": newline,
-            "likelihood": self._likelihood,
+    def _how_to_ask(self, tokenizer: Any, jobs: list[Job]) -> dict[str, Any]:
+        """The settings of every Asker."""
+        references = [job.prompt.reference for job in jobs]
+        return {
+            "newline": int(tokenizer("\n", add_special_tokens=False)["input_ids"][-1]),
+            "spare": spare_token(tokenizer, references) if self._likelihood else None,
             "cold": self._args.cold,
         }
+
+    @contextlib.contextmanager
+    def _servers(self, group: list[Arm], jobs: list[Job], asks: dict[str, Any]) -> Iterator[Asker]:
+        stock = group[0].name == STOCK
+        url = self._args.stock_url if stock else self._args.url
         if url is not None:
-            yield Asker(url, **settings)
+            yield Asker(url, **asks)
             return
         name = "the stock pair" if stock else f"the pair of {', '.join(arm.name for arm in group)}"
         longest = max(
@@ -202,13 +206,13 @@ class _Evaluation:
             self._model,
             config=group[0].pair,
             log_dir=self._log_dir() / group[0].name,
-            prefill_args=[ENABLE_FORCED] if self._likelihood else [],
-            decode_args=[ENABLE_FORCED] if self._likelihood else [],
+            prefill_args=FORCED_ARGS if self._likelihood else (),
+            decode_args=FORCED_ARGS if self._likelihood else (),
             max_total_tokens=max(20000, 3 * longest * self._args.parallel),
         )
         cluster.start(self._view.starting(name))
         try:
-            yield Asker(cluster.url, **settings, check=cluster.check)
+            yield Asker(cluster.url, **asks, check=cluster.check)
         finally:
             cluster.stop()
 

@@ -7,7 +7,7 @@ in every mode, and is left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,23 @@ def force(
     """
     import requests
 
+    body = forced_body(prompt, answer, spare, smartgen)
+    try:
+        response = requests.post(f"{url}/generate", json=body, timeout=timeout_s)
+    except requests.RequestException as error:
+        raise RequestError(f"a teacher-forced request failed: {error}") from None
+    if response.status_code != 200:
+        raise RequestError(f"a teacher-forced request failed: {response.text.strip()}")
+    return read_forced(response.json(), answer, spare)
+
+
+def forced_body(
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    spare: int,
+    smartgen: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The JSON of the /generate request of `force`. Raises ValueError like it."""
     from sglang_smartgen.engine.forced_tokens import ForcedTokens
 
     if spare in answer:
@@ -54,13 +71,11 @@ def force(
     params = body["sampling_params"].setdefault("custom_params", {})
     params |= {"forced": list(answer), "spare": spare}
     body |= {"custom_logit_processor": ForcedTokens.to_str(), "token_ids_logprob": [spare]}
-    try:
-        response = requests.post(f"{url}/generate", json=body, timeout=timeout_s)
-    except requests.RequestException as error:
-        raise RequestError(f"a teacher-forced request failed: {error}") from None
-    if response.status_code != 200:
-        raise RequestError(f"a teacher-forced request failed: {response.text.strip()}")
-    data = response.json()
+    return body
+
+
+def read_forced(data: Mapping[str, Any], answer: Sequence[int], spare: int) -> Forced:
+    """What a server's answer to `forced_body` says. Raises RequestError when it is not `answer`."""
     if data["output_ids"] != list(answer):
         raise RequestError(f"a teacher-forced request ended early: {data['meta_info']}")
     return read_answer(data["meta_info"], answer, spare)
@@ -82,3 +97,9 @@ def read_answer(meta: Mapping[str, Any], answer: Sequence[int], spare: int) -> F
         rest = 1 - math.exp(min(0.0, second[0]) + ABOVE)
         logprobs.append(min(0.0, asked[0][0] - math.log(max(rest, 1e-12))))
     return Forced(preferred, logprobs)
+
+
+def spare_token(tokenizer: Any, texts: Iterable[Sequence[int]]) -> int:
+    """A special token that is in none of `texts`, which are token ids."""
+    used = {token for ids in texts for token in ids}
+    return next(int(token) for token in reversed(tokenizer.all_special_ids) if token not in used)

@@ -15,11 +15,21 @@ from typing import Any
 
 import pytest
 import torch
-from longbench_world import FakeAsks, WordTokenizer, item, job, line, step_logits, stub_server
+from longbench_world import (
+    SPARE,
+    FakeAsks,
+    WordTokenizer,
+    item,
+    job,
+    line,
+    step_logits,
+    stub_server,
+)
 from rich.console import Console
 
 from sglang_smartgen import cli
 from sglang_smartgen.config import ConfigError
+from sglang_smartgen.engine.forced_tokens import ForcedTokens
 from sglang_smartgen.report import eval as command
 from sglang_smartgen.report.client import RequestError
 from sglang_smartgen.report.longbench import runner, scores
@@ -27,7 +37,6 @@ from sglang_smartgen.report.longbench.arms import Arm, groups, parse_arms
 from sglang_smartgen.report.longbench.ask import Asker, Job
 from sglang_smartgen.report.longbench.data import DataError, TaskFile
 from sglang_smartgen.report.longbench.folder import RunFolder
-from sglang_smartgen.report.longbench.forced import logprobs
 from sglang_smartgen.report.longbench.view import table
 
 STOCK = Arm("stock", None)
@@ -239,7 +248,7 @@ def test_damage_within_the_file_is_named(
 
 
 def asker(url: str, **settings: Any) -> Asker:
-    return Asker(url, **{"newline": 6, "likelihood": True, "pause_s": 0.0, **settings})
+    return Asker(url, **{"newline": 6, "spare": SPARE, "pause_s": 0.0, **settings})
 
 
 def test_requests_of_one_item() -> None:
@@ -263,7 +272,10 @@ def test_requests_of_one_item() -> None:
     )
     assert cold["sampling_params"]["custom_params"]["smartgen"] == {"mode": "proactive_only"}
     assert "custom_params" not in stock["sampling_params"]
-    assert stock_reference["sampling_params"]["custom_params"] == {"forced_ids": [5, 0, 9]}
+    assert stock_reference["sampling_params"]["custom_params"] == {
+        "forced": [5, 3, 9],
+        "spare": SPARE,
+    }
     assert first["pred"] == "Ann" and len(first["tokens"]) == 4
     assert first["answers"] == ["Ann"] and first["prompt_tokens"] == 3
 
@@ -271,36 +283,29 @@ def test_requests_of_one_item() -> None:
 def test_the_likelihood_is_the_model_s_own() -> None:
     one = job(2)
     with stub_server() as (url, _):
-        found = asker(url).predict(one, OURS)["reference_logprobs"]
-    expected = [
-        torch.log_softmax(step_logits(one.prompt.ids, step)[0], dim=-1)[token].item()
-        for step, token in ((1, 0), (2, 9))  # the first token is the prefill's
-    ]
-    assert found == pytest.approx(expected, abs=1e-5)
+        found = asker(url).predict(one, OURS)
+    own = [torch.log_softmax(step_logits(one.prompt.ids, step)[0], dim=-1) for step in (1, 2)]
+    expected = [own[0][3].item(), own[1][9].item()]  # the first token is the prefill's
+    assert found["reference_logprobs"] == pytest.approx(expected, abs=2e-3)
+    assert found["reference_preferred"] == [int(step.argmax()) for step in own]
 
 
 def test_a_reference_of_one_token_has_no_decode_step() -> None:
     with stub_server() as (url, seen):
         assert asker(url).predict(job(reference=1), OURS)["reference_logprobs"] == []
-        assert asker(url, likelihood=False).predict(job(), OURS)["reference_logprobs"] is None
+        assert asker(url, spare=None).predict(job(), OURS)["reference_logprobs"] is None
     assert len(seen) == 2
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [[(5, 0.0), (0, -1.0)]],  # too few
-        [[(5, 0.0), (0, -1.0)], [(0, 0.0), (1, -1.0)], [(8, 0.0), (0, -1.0)]],  # another token
-    ],
-)
-def test_servers_that_do_not_force_are_noticed(rows: list[list[tuple[int, float]]]) -> None:
-    with pytest.raises(ValueError, match="reference"):
-        logprobs([5, 0, 9], rows)
+def test_servers_that_do_not_force_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ForcedTokens, "__call__", lambda self, logits, params: logits)
+    with stub_server() as (url, _), pytest.raises(RequestError, match="teacher-forced"):
+        asker(url).predict(job(), OURS)
 
 
 def test_one_line_answers_stop_at_the_line_s_end() -> None:
     with stub_server() as (url, seen):
-        asks = asker(url, likelihood=False)
+        asks = asker(url, spare=None)
         asks.predict(job(task="samsum"), OURS)
         asks.predict(job(task="trec"), OURS)
     assert seen[0]["sampling_params"]["stop_token_ids"] == [6]
@@ -310,7 +315,7 @@ def test_one_line_answers_stop_at_the_line_s_end() -> None:
 
 def test_a_failed_request_is_tried_again_and_then_named() -> None:
     with stub_server(failures=2) as (url, seen):
-        assert asker(url, likelihood=False).predict(job(), OURS)["pred"] == "Ann"
+        assert asker(url, spare=None).predict(job(), OURS)["pred"] == "Ann"
         assert len(seen) == 3
     with stub_server(failures=3) as (url, seen), pytest.raises(RequestError) as caught:
         asker(url).predict(job(2, "trec"), OURS)
@@ -328,8 +333,18 @@ def test_a_failed_request_is_tried_again_and_then_named() -> None:
 # Scores and table -----------------------------------------------------------------------------
 
 
-def prediction(pred: str, tokens: list[int], logs: list[float] | None = None) -> dict[str, Any]:
-    return {"pred": pred, "tokens": tokens, "reference_logprobs": logs}
+def prediction(
+    pred: str,
+    tokens: list[int],
+    logs: list[float] | None = None,
+    preferred: list[int] | None = None,
+) -> dict[str, Any]:
+    return {
+        "pred": pred,
+        "tokens": tokens,
+        "reference_logprobs": logs,
+        "reference_preferred": preferred,
+    }
 
 
 def test_scores_agreement_and_likelihood_by_hand() -> None:
@@ -339,12 +354,12 @@ def test_scores_agreement_and_likelihood_by_hand() -> None:
     }
     qa, find = items
     predictions = {
-        (qa, 1, "stock"): prediction("Ann", [1, 2], [-1.0, -2.0]),
-        (qa, 2, "stock"): prediction("Ann", [1, 2, 3, 4], []),
-        (find, 1, "stock"): prediction("3", [7], [-0.5]),
-        (qa, 1, "smartgen"): prediction("Ann", [1, 2], [-2.0, -4.0]),
-        (qa, 2, "smartgen"): prediction("Bob", [1, 9]),
-        (find, 1, "smartgen"): prediction("3 or 4", [7, 8], [-1.0]),
+        (qa, 1, "stock"): prediction("Ann", [1, 2], [-1.0, -2.0], [5, 6]),
+        (qa, 2, "stock"): prediction("Ann", [1, 2, 3, 4], [], []),
+        (find, 1, "stock"): prediction("3", [7], [-0.5], [4]),
+        (qa, 1, "smartgen"): prediction("Ann", [1, 2], [-2.0, -4.0], [5, 7]),
+        (qa, 2, "smartgen"): prediction("Bob", [1, 9], [], []),
+        (find, 1, "smartgen"): prediction("3 or 4", [7, 8], [-1.0], [4]),
     }
     report = scores.summary(predictions, items, ["smartgen", "stock"])
     ours, stock = report["arms"]["smartgen"], report["arms"]["stock"]
@@ -355,6 +370,7 @@ def test_scores_agreement_and_likelihood_by_hand() -> None:
         "same_answer": 0.5,
         "common_prefix": (1 + 1 / 4) / 2,
         "loglik": -3.0,
+        "next_token": 0.5,
         "by_length": {"0-4k": 100.0, "4-8k": 0.0, "8k+": None},
     }
     assert ours["tasks"][find]["score"] == 50.0 and "by_length" not in ours["tasks"][find]
@@ -364,12 +380,13 @@ def test_scores_agreement_and_likelihood_by_hand() -> None:
         "same_answer": 0.25,
         "common_prefix": (0.625 + 0.5) / 2,
         "loglik": -2.0,
+        "next_token": 0.75,
     }
     assert stock["mean"]["relative"] == stock["mean"]["same_answer"] == 1.0
     assert stock["mean"]["loglik"] == -1.0
     console = Console(width=200, file=io.StringIO())
     console.print(table(report))
-    row = "smartgen 50.00 (50.0 %) 50.00 (50.0 %) 50.00 (50.0 %) 25.0 % 56.2 % -2.000"
+    row = "smartgen 50.00 (50.0 %) 50.00 (50.0 %) 50.00 (50.0 %) 25.0 % 56.2 % -2.000 75.0 %"
     assert row in " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
 
 
@@ -383,6 +400,7 @@ def test_without_stock_there_is_nothing_to_compare_with() -> None:
         "same_answer": None,
         "common_prefix": None,
         "loglik": None,
+        "next_token": None,
     }
     assert scores.common_prefix([], []) == 1.0
 

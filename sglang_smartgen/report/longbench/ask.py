@@ -23,7 +23,7 @@ from sglang_smartgen.report.client import (
     conclude,
     request_body,
 )
-from sglang_smartgen.report.longbench import forced
+from sglang_smartgen.report.forced import Forced, forced_body, read_forced
 from sglang_smartgen.report.longbench.arms import Arm
 from sglang_smartgen.report.longbench.data import Item
 from sglang_smartgen.report.longbench.framing import Prompt
@@ -45,7 +45,8 @@ class Job:
 class Asker:
     """Asks the servers behind one URL.
 
-    newline: the token that ends a one-line answer. likelihood: whether references are scored.
+    newline: the token that ends a one-line answer. spare: a token that is in no reference, to score
+    them (see `report/forced.py`); None = they are not scored.
     cold: whether every request prefills anew. check: raises when the servers have ended.
     """
 
@@ -54,7 +55,7 @@ class Asker:
         url: str,
         *,
         newline: int,
-        likelihood: bool,
+        spare: int | None,
         cold: bool = False,
         timeout_s: float = 600.0,
         pause_s: float = 2.0,
@@ -62,7 +63,7 @@ class Asker:
     ) -> None:
         self._url = url.rstrip("/")
         self._newline = newline
-        self._likelihood, self._cold = likelihood, cold
+        self._spare, self._cold = spare, cold
         self._timeout_s, self._pause_s = timeout_s, pause_s
         self._check = check
         self._shared = f"longbench-{uuid.uuid4().hex}"
@@ -78,7 +79,9 @@ class Asker:
     def predict(self, job: Job, arm: Arm) -> dict[str, Any]:
         """One line of predictions.jsonl. Raises RequestError when the servers do not answer."""
         item = job.item
-        answer = self._answer(job, arm)
+        answer = Answer()
+        add_event(answer, (0.0, self._answer(job, arm)))
+        forced = self._forced(job, arm)
         return {
             "task": item.task,
             "line": item.line,
@@ -92,28 +95,25 @@ class Asker:
             "finish_reason": answer.finish_reason,
             "prompt_tokens": len(job.prompt.ids),
             "truncated": job.prompt.truncated,
-            "reference_logprobs": self._logprobs(job, arm) if self._likelihood else None,
+            "reference_logprobs": forced and forced.logprobs,
+            "reference_preferred": forced and forced.preferred,
         }
 
-    def _answer(self, job: Job, arm: Arm) -> Answer:
+    def _answer(self, job: Job, arm: Arm) -> dict[str, Any]:
         task = task_of(job.item.task)
         body = _body(job.prompt.ids, arm, job.max_new_tokens, **self._stops(task))
         return self._post(body | self._cache_key(arm), f"{_name(job)} in arm {arm.name}")
 
-    def _logprobs(self, job: Job, arm: Arm) -> list[float]:
-        """Of the decoded tokens of the reference; none for a reference of one token."""
+    def _forced(self, job: Job, arm: Arm) -> Forced | None:
+        """What the decode steps say of the reference: nothing of one that has a single token."""
         ids = job.prompt.reference
+        if self._spare is None:
+            return None
         if len(ids) < 2:
-            return []
-        body = _body(job.prompt.ids, arm, len(ids), ignore_eos=True, top_logprobs=2)
-        parameters = body["sampling_params"].setdefault("custom_params", {})
-        parameters[forced.PARAMETER] = ids
-        body |= {"custom_logit_processor": forced.serialized(), **self._cache_key(arm)}
-        what = f"{_name(job)} in arm {arm.name}, scoring the reference"
-        try:
-            return forced.logprobs(ids, self._post(body, what).top_logprobs)
-        except ValueError as error:
-            raise RequestError(f"{what}: {error}") from None
+            return Forced([], [])
+        body = forced_body(job.prompt.ids, ids, self._spare, _overrides(arm))
+        what = f"{_name(job)} in arm {arm.name}, scoring the reference,"
+        return read_forced(self._post(body | self._cache_key(arm), what), ids, self._spare)
 
     def _stops(self, task: Task) -> dict[str, Any]:
         if not task.stop_at_newline:
@@ -124,8 +124,8 @@ class Asker:
         key = uuid.uuid4().hex if self._cold or arm.cold else self._shared
         return {"extra_key": key}
 
-    def _post(self, body: dict[str, Any], what: str) -> Answer:
-        """The whole answer to `body`; a failed request is sent again, TRIES times in all."""
+    def _post(self, body: dict[str, Any], what: str) -> dict[str, Any]:
+        """The server's whole answer to `body`; what fails is sent again, TRIES times in all."""
         for attempt in range(1, TRIES + 1):
             answer = Answer()
             try:
@@ -135,12 +135,13 @@ class Asker:
                 if response.status_code != 200:
                     answer.error = f"HTTP status {response.status_code}: {response.text.strip()}"
                 else:
-                    add_event(answer, (0.0, response.json()))
+                    data: dict[str, Any] = response.json()
+                    add_event(answer, (0.0, data))
                     conclude(answer)
             except (requests.RequestException, ValueError) as error:
                 answer.error = f"connection lost: {error}"
             if answer.error is None:
-                return answer
+                return data
             self._check()
             if attempt < TRIES:
                 time.sleep(self._pause_s * attempt)
@@ -151,25 +152,22 @@ class Asker:
 
 
 def _body(
-    ids: list[int],
-    arm: Arm,
-    max_new_tokens: int,
-    *,
-    ignore_eos: bool = False,
-    top_logprobs: int = 0,
-    **sampling: Any,
+    ids: list[int], arm: Arm, max_new_tokens: int, *, ignore_eos: bool = False, **sampling: Any
 ) -> dict[str, Any]:
     body = request_body(
         ids,
         max_new_tokens=max_new_tokens,
         ignore_eos=ignore_eos,
-        smartgen=arm.overrides if arm.pair is not None else None,
+        smartgen=_overrides(arm),
         rid=None,
-        top_logprobs=top_logprobs,
         stream=False,
     )
     body["sampling_params"] |= sampling
     return body
+
+
+def _overrides(arm: Arm) -> dict[str, Any] | None:
+    return None if arm.pair is None else arm.overrides
 
 
 def _name(job: Job) -> str:

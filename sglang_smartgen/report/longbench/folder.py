@@ -22,7 +22,16 @@ from sglang_smartgen.report.longbench.data import DataError, TaskFile
 Key = tuple[str, int, str]
 """Task, line in its file, arm."""
 
-_FIELDS = ("task", "line", "_id", "arm", "pred", "tokens", "reference_logprobs")
+_FIELDS = (
+    "task",
+    "line",
+    "_id",
+    "arm",
+    "pred",
+    "tokens",
+    "reference_logprobs",
+    "reference_preferred",
+)
 
 
 class RunFolder:

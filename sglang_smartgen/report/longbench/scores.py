@@ -12,6 +12,7 @@ from sglang_smartgen.report.longbench.folder import Key
 from sglang_smartgen.report.longbench.tasks import LENGTH_RANGES, length_range, task_of
 
 Predictions = Mapping[Key, dict[str, Any]]
+MEANS = ("score", "same_answer", "common_prefix", "loglik", "next_token")
 
 
 def summary(
@@ -22,17 +23,15 @@ def summary(
     `score` is LongBench's, 0 to 100. `relative` is the share of stock's score; `same_answer` the
     share of items whose answer has the same tokens as stock's; `common_prefix` the share of an
     answer before the first token that differs; null without stock. `loglik` is the mean over items
-    of the mean log-likelihood of a decoded token of the reference. The mean has each task once.
+    of the mean log-likelihood of a decoded token of the reference, `next_token` the share of those
+    tokens at which the arm prefers what stock prefers. The mean has each task once.
     """
     rows: dict[str, dict[str, Any]] = {}
     for arm in arms:
         tasks = {name: _task(predictions, name, of, arm) for name, of in items.items()}
         rows[arm] = {
             "tasks": tasks,
-            "mean": {
-                key: _mean(task[key] for task in tasks.values())
-                for key in ("score", "same_answer", "common_prefix", "loglik")
-            },
+            "mean": {key: _mean(task[key] for task in tasks.values()) for key in MEANS},
         }
     for row in rows.values():
         base = rows.get(STOCK)
@@ -50,16 +49,14 @@ def _task(predictions: Predictions, name: str, items: Sequence[Item], arm: str) 
         for item, prediction in zip(items, ours, strict=True)
     ]
     stock = [predictions.get((name, item.line, STOCK)) for item in items]
-    pairs = [
-        (prediction["tokens"], other["tokens"])
-        for prediction, other in zip(ours, stock, strict=True)
-        if other is not None
-    ]
+    pairs = [(one, other) for one, other in zip(ours, stock, strict=True) if other is not None]
+    answers = [(one["tokens"], other["tokens"]) for one, other in pairs]
     row: dict[str, Any] = {
         "score": 100 * sum(scores) / len(scores),
-        "same_answer": _mean(float(a == b) for a, b in pairs),
-        "common_prefix": _mean(common_prefix(a, b) for a, b in pairs),
+        "same_answer": _mean(float(a == b) for a, b in answers),
+        "common_prefix": _mean(common_prefix(a, b) for a, b in answers),
         "loglik": _mean(_mean(prediction["reference_logprobs"] or ()) for prediction in ours),
+        "next_token": _mean(_next_token(one, other) for one, other in pairs),
     }
     if name.endswith("_e"):
         row["by_length"] = {
@@ -82,6 +79,11 @@ def common_prefix(ours: Sequence[int], other: Sequence[int]) -> float:
             break
         same += 1
     return same / longest if longest else 1.0
+
+
+def _next_token(ours: dict[str, Any], other: dict[str, Any]) -> float | None:
+    steps = zip(ours["reference_preferred"] or (), other["reference_preferred"] or (), strict=True)
+    return _mean(float(a == b) for a, b in steps)
 
 
 def _relative(row: dict[str, Any], base: dict[str, Any] | None) -> float | None:

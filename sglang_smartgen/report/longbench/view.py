@@ -61,7 +61,13 @@ def table(report: dict[str, Any]) -> Table:
     shown.add_column("arm")
     for task, items in report["items"].items():
         shown.add_column(f"{task}\n{items} items", justify="right")
-    for title in ("mean", "same answer\nas stock", "same up to", "log-likelihood\nof reference"):
+    for title in (
+        "mean",
+        "same answer\nas stock",
+        "same up to",
+        "likelihood\nof reference",
+        "same next\ntoken",
+    ):
         shown.add_column(title, justify="right")
     for arm, row in report["arms"].items():
         mean = row["mean"]
@@ -72,6 +78,7 @@ def table(report: dict[str, Any]) -> Table:
             _share(mean["same_answer"]),
             _share(mean["common_prefix"]),
             "-" if mean["loglik"] is None else f"{mean['loglik']:.3f}",
+            _share(mean["next_token"]),
         )
     return shown
 
