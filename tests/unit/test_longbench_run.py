@@ -49,7 +49,7 @@ ARMS = [OURS, COLD, STOCK]
 
 def test_arms_that_a_request_can_ask_for_share_a_pair() -> None:
     arms = parse_arms(
-        "stock,smartgen,full",
+        "stock,proactive_only,smartgen,full",
         ['k.all={"ratio": 1}', 'exact={"selector": "exact", "ratio": 0.2}'],
         '{"ratio": 0.1, "store_gb": 2}',
         own_pair=True,
@@ -61,10 +61,11 @@ def test_arms_that_a_request_can_ask_for_share_a_pair() -> None:
         Arm("k.all", base, {"ratio": 1, "mode": "smartgen"}),
         # 0.2 is the default, and is asked for all the same
         Arm("exact", {**base, "selector": "exact"}, {"ratio": 0.2, "mode": "smartgen"}),
+        Arm("proactive_only", base, {"ratio": 0.1, "mode": "proactive_only"}),
         STOCK,
     ]
     assert [[arm.name for arm in group] for group in groups(arms)] == [
-        ["smartgen", "full", "k.all"],
+        ["smartgen", "full", "k.all", "proactive_only"],
         ["exact"],
         ["stock"],
     ]

@@ -47,7 +47,7 @@ class Arm:
 
 
 def parse_arms(modes: str, named: Sequence[str], config: str, *, own_pair: bool) -> list[Arm]:
-    """The arms of `--modes`, then those of `--arm NAME=JSON`, stock last.
+    """The arms of `--modes`, then those of `--arm NAME=JSON`; cold ones late, stock last.
 
     config: what all of them have in common. own_pair False: the servers run already, and only what
     a request may override can be asked for. Raises ConfigError with one sentence.
@@ -75,7 +75,8 @@ def parse_arms(modes: str, named: Sequence[str], config: str, *, own_pair: bool)
                     f"arm {arm.name} sets {', '.join(fixed)}, which the running servers decide; "
                     f"allowed with --url are {', '.join(PER_REQUEST)}"
                 )
-    return sorted(arms.values(), key=lambda arm: arm.name == STOCK)
+    # Cold ones late: their prefills push the shared prompt out of P's cache.
+    return sorted(arms.values(), key=lambda arm: (arm.name == STOCK, arm.cold))
 
 
 def groups(arms: Sequence[Arm]) -> list[list[Arm]]:
