@@ -111,7 +111,7 @@ class _Evaluation:
     """One run: what was asked for, checked before anything starts."""
 
     def __init__(self, args: argparse.Namespace, stack: contextlib.ExitStack) -> None:
-        self._args, self._stack, self._view = args, stack, ProgressLine()
+        self._args, self._view = args, ProgressLine()
         for flag in ("limit", "max_prompt_tokens", "max_new_tokens", "parallel"):
             value = getattr(args, flag)
             if value is not None and value < 1:
@@ -132,6 +132,9 @@ class _Evaluation:
         self._model = Path(args.model) if args.model else ensure_model()
         if not (self._model / "config.json").is_file():
             raise ConfigError(f"--model is {self._model}; allowed is a folder with a config.json")
+        self._logs = args.log_dir or Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="smartgen-eval-"))
+        )
 
     def run(self) -> dict[str, Any]:
         """Predict what is missing; the object that `--format json` prints."""
@@ -205,7 +208,7 @@ class _Evaluation:
         cluster = Cluster(
             self._model,
             config=group[0].pair,
-            log_dir=self._log_dir() / group[0].name,
+            log_dir=self._logs / group[0].name,
             prefill_args=FORCED_ARGS if self._likelihood else (),
             decode_args=FORCED_ARGS if self._likelihood else (),
             max_total_tokens=max(20000, 3 * longest * self._args.parallel),
@@ -215,15 +218,6 @@ class _Evaluation:
             yield Asker(cluster.url, **asks, check=cluster.check)
         finally:
             cluster.stop()
-
-    def _log_dir(self) -> Path:
-        if self._args.log_dir is not None:
-            return Path(self._args.log_dir)
-        if not hasattr(self, "_temporary"):
-            self._temporary = self._stack.enter_context(
-                tempfile.TemporaryDirectory(prefix="smartgen-eval-")
-            )
-        return Path(self._temporary)
 
 
 def _task_names(text: str | None) -> list[str] | None:

@@ -259,13 +259,15 @@ def test_requests_of_one_item() -> None:
         first = asks.predict(one, OURS)
         asks.predict(one, COLD)
         asks.predict(one, STOCK)
+        asks.warm_up(job(2), [OURS])
+    other = seen.pop()["extra_key"]
     warm, answer, reference, cold, _, stock, stock_reference = seen
     assert warm["sampling_params"]["max_new_tokens"] == 2
     assert warm["sampling_params"]["custom_params"] == {"smartgen": {"mode": "smartgen"}}
     # One prefill for all but the cold ones.
     keys = [body["extra_key"] for body in seen]
     assert len({warm["extra_key"], *keys[1:3], *keys[5:]}) == 1
-    assert len({*keys[2:5]}) == 3
+    assert len({*keys[2:5], other}) == 4
     assert answer["sampling_params"]["max_new_tokens"] == one.max_new_tokens
     assert reference["sampling_params"]["max_new_tokens"] == 3
     assert (

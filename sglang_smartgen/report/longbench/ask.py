@@ -2,8 +2,8 @@
 
 Prompts are prefilled once: a first request leaves a prompt in P's radix cache, and what follows
 finds it there, whichever arm it belongs to and wherever a run was taken up again. So all arms of a
-pair decode on the same bits. Cache keys of our own (`extra_key`) keep that prompt apart from other
-use of the servers, and give a cold request a prefill of its own.
+pair decode on the same bits. Cache keys of our own (`extra_key`) keep that prompt apart from all
+others, whose beginning may be the same, and give a cold request a prefill of its own.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class Asker:
         self._spare, self._cold = spare, cold
         self._timeout_s, self._pause_s = timeout_s, pause_s
         self._check = check
-        self._shared = f"longbench-{uuid.uuid4().hex}"
+        self._run = uuid.uuid4().hex
 
     def warm_up(self, job: Job, arms: list[Arm]) -> None:
         """Leave the prompt in P's cache if any of `arms` will look for it."""
         for arm in arms:
             if not (self._cold or arm.cold):
                 body = _body(job.prompt.ids, arm, WARM_UP_TOKENS, ignore_eos=True)
-                self._post(body | self._cache_key(arm), f"{_name(job)}, the first prefill,")
+                self._post(body | self._cache_key(job, arm), f"{_name(job)}, the first prefill,")
                 return
 
     def predict(self, job: Job, arm: Arm) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class Asker:
     def _answer(self, job: Job, arm: Arm) -> dict[str, Any]:
         task = task_of(job.item.task)
         body = _body(job.prompt.ids, arm, job.max_new_tokens, **self._stops(task))
-        return self._post(body | self._cache_key(arm), f"{_name(job)} in arm {arm.name}")
+        return self._post(body | self._cache_key(job, arm), f"{_name(job)} in arm {arm.name}")
 
     def _forced(self, job: Job, arm: Arm) -> Forced | None:
         """What the decode steps say of the reference: nothing of one that has a single token."""
@@ -113,16 +113,16 @@ class Asker:
             return Forced([], [])
         body = forced_body(job.prompt.ids, ids, self._spare, _overrides(arm))
         what = f"{_name(job)} in arm {arm.name}, scoring the reference,"
-        return read_forced(self._post(body | self._cache_key(arm), what), ids, self._spare)
+        return read_forced(self._post(body | self._cache_key(job, arm), what), ids, self._spare)
 
     def _stops(self, task: Task) -> dict[str, Any]:
         if not task.stop_at_newline:
             return {}
         return {"stop_token_ids": [self._newline], "min_new_tokens": 1}
 
-    def _cache_key(self, arm: Arm) -> dict[str, str]:
-        key = uuid.uuid4().hex if self._cold or arm.cold else self._shared
-        return {"extra_key": key}
+    def _cache_key(self, job: Job, arm: Arm) -> dict[str, str]:
+        shared = f"{self._run}-{job.item.task}-{job.item.line}"
+        return {"extra_key": uuid.uuid4().hex if self._cold or arm.cold else shared}
 
     def _post(self, body: dict[str, Any], what: str) -> dict[str, Any]:
         """The server's whole answer to `body`; what fails is sent again, TRIES times in all."""

@@ -73,13 +73,13 @@ def _predictions(asks: Asks, work: list[Work], parallel: int) -> Iterator[dict[s
         for one in work:
             yield from _of_item(asks, one)
         return
-    with ThreadPoolExecutor(parallel) as pool:
-        try:
-            for predictions in pool.map(lambda one: list(_of_item(asks, one)), work):
-                yield from predictions
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    pool = ThreadPoolExecutor(parallel)
+    try:
+        for predictions in pool.map(lambda one: list(_of_item(asks, one)), work):
+            yield from predictions
+    finally:
+        # After Ctrl-C nothing is waited for: the requests break when the servers are stopped.
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _of_item(asks: Asks, work: Work) -> Iterator[dict[str, Any]]:
