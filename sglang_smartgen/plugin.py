@@ -117,10 +117,12 @@ def register() -> None:
 
         options.register()
         if "sglang.srt.managers.scheduler" in sys.modules:
+            from sglang_smartgen.engine import runtime
             from sglang_smartgen.engine.layer_hook import wrap_backend_factories
 
             for name in STALL_LIMITS:
                 os.environ.setdefault(name, STALL_LIMIT_S)
+            runtime.read_token()
             install(HOOKS)
             wrap_backend_factories()
     except (ConfigError, HookError) as error:

@@ -35,6 +35,7 @@ CAUSES = {
     "does not fit": "malformed",
     "no int32 array": "malformed",
     "is outside": "malformed",
+    "malformed": "malformed",
     "not all pushed": "internal",
     "push failed": "internal",
     "fetch failed": "internal",

@@ -191,9 +191,11 @@ class DecodeRoom:
         """Put a portion of the residual into the pool and count it as held.
 
         piece: its bytes, uint8, laid out as in `messages.Filled`. keys, values: pool buffers
-        [slots, kv_heads, head_dim], one a layer. left: entries that are still on P.
+        [slots, kv_heads, head_dim], one a layer. left: entries that are still on P. Raises
+        ValueError, and then has placed nothing, when the codes are not of this prompt.
         """
         g = self.geometry
+        self._check(portion, piece.numel())
         typed = piece[: portion.count(g.kv_heads) * g.entry_bytes].view(g.dtype)
         count = portion.tokens.numel()
         whole = typed[: count * g.kv_heads * 2 * g.head_dim].view(2, count, g.kv_heads, g.head_dim)
@@ -222,6 +224,22 @@ class DecodeRoom:
         self.left = left
         if not left:
             self.stats.steps_until_local = self.stats.steps
+
+    def _check(self, portion: Portion, length: int) -> None:
+        """The codes come from the wire: each must name an entry of a sparse layer here."""
+        heads = self.geometry.kv_heads
+        size = portion.count(heads) * self.geometry.entry_bytes
+        if size > length:
+            raise ValueError(f"{length} bytes do not hold the {size} bytes of the portion")
+        for codes, step in ((portion.tokens, 1), (portion.entries, heads)):
+            if not codes.numel():
+                continue
+            layers = codes // (self.prompt_len * step)
+            if int(codes.min()) < 0 or bool((layers.diff() < 0).any()):
+                raise ValueError("codes of entries are negative or out of order")
+            foreign = set(layers.unique_consecutive().tolist()) - set(self.geometry.sparse_layers)
+            if foreign:
+                raise ValueError(f"layers {sorted(foreign)} are never filled in")
 
     def pushed(self) -> Tensor:
         """int8 [sparse_layers, prompt_len]: 1 where P's proactive push brought the token."""

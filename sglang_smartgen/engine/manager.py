@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
@@ -25,12 +24,20 @@ from sglang_smartgen.config import ConfigError, SmartGenConfig
 from sglang_smartgen.core.counts import counts
 from sglang_smartgen.engine import runtime
 from sglang_smartgen.engine.decode_side import DecodeSide
+from sglang_smartgen.engine.frames import (
+    METADATA_FRAMES,
+    REGISTRATION_FRAMES,
+    PeerFrames,
+    RoomFrames,
+    check_room,
+    read_decode,
+    read_prefill,
+)
 from sglang_smartgen.engine.model_facts import ModelFacts
 from sglang_smartgen.engine.prefill_side import PrefillSide
 from sglang_smartgen.engine.selectors import load_selector
 from sglang_smartgen.transfer.messages import (
     TAG,
-    VERSION,
     Alive,
     Endpoint,
     Failed,
@@ -40,13 +47,10 @@ from sglang_smartgen.transfer.messages import (
     Message,
     MessageError,
     OpenRoom,
-    Registration,
     Release,
     Started,
-    from_frames,
-    pack,
+    seal_behind,
     to_frames,
-    unpack,
 )
 from sglang_smartgen.transfer.mooncake import MooncakeTransport
 from sglang_smartgen.transfer.push import PushRoom
@@ -54,8 +58,6 @@ from sglang_smartgen.transfer.serve_channel import TransportSpec
 
 logger = logging.getLogger(__name__)
 
-REGISTRATION_FRAMES = 20
-METADATA_FRAMES = 10
 OPEN_GRACE_S = 60.0
 """What a room may wait longer than SGLang does, so that SGLang ends it with its own words."""
 
@@ -71,6 +73,7 @@ class SmartGenKVManager(MooncakeKVManager):
         self.aux_indices: dict[int, int | None] = {}
         self.causes: dict[int, str] = {}
         self.greeted: dict[str, Endpoint] = {}  # decode session -> where it listens
+        self.sealer = runtime.sealer()
         super().__init__(args, disaggregation_mode, *rest, **named)
 
     def register_buffer_to_engine(self) -> None:
@@ -106,8 +109,8 @@ class SmartGenKVManager(MooncakeKVManager):
                 selector=selector,
                 transport=transport,
                 session=self.get_session_id(),
-                reply=Endpoint(self.local_ip, self.rank_port),
-                send=_send_to_prefill,
+                reply=self._here(),
+                send=self._send_to_prefill,
                 rank=self.attn_tp_rank,
                 fail_request=self.fail_waiting,
                 open_limit_s=self.waiting_timeout + OPEN_GRACE_S,
@@ -144,35 +147,36 @@ class SmartGenKVManager(MooncakeKVManager):
     def _filter_prefill(self, frames: list[bytes]) -> bool:
         """True when the message was SmartGen's alone."""
         assert self.prefill is not None
-        if frames[0] == TAG:
-            message = from_frames(frames)
-            if not isinstance(message, Fetch | Grant | Release | Alive):
-                raise MessageError(f"{type(message).__name__} is not for a prefill node")
-            self.prefill.submit(message)
-            return True
-        if frames[0] == b"None" and len(frames) > REGISTRATION_FRAMES:
-            self._add_peer(frames)
-        elif frames[0].isdigit() and len(frames) > METADATA_FRAMES:
-            self._announce(frames)
-        return False
+        match read_prefill(frames, self.sealer, self._here()):
+            case Fetch() | Grant() | Release() | Alive() as message:
+                self.prefill.submit(message)
+            case PeerFrames() as peer:
+                self._add_peer(peer)
+            case RoomFrames() as room:
+                self._announce(room)
+            case None:
+                if frames[0] == b"None" and len(frames) > REGISTRATION_FRAMES:
+                    logger.warning(
+                        "decode node speaks another SmartGen version; it gets full transfers"
+                    )
+            case other:
+                raise MessageError(f"{type(other).__name__} is not for a prefill node")
+        return frames[0] == TAG
 
-    def _add_peer(self, frames: list[bytes]) -> None:
-        message = unpack(frames[REGISTRATION_FRAMES])
-        if not isinstance(message, Registration) or message.version != VERSION:
-            logger.warning("decode node speaks another SmartGen version; it gets full transfers")
-            return
-        pointers = np.frombuffer(frames[4], dtype=np.uint64).tolist()
-        half = len(pointers) // 2
+    def _add_peer(self, peer: PeerFrames) -> None:
         assert self.prefill is not None
-        if self.prefill.add_peer(message, pointers[:half], pointers[half:]):
-            endpoint = Endpoint(frames[1].decode(), int(frames[2]))
-            self.greeted[message.session] = endpoint
-            self.greet(endpoint)
+        if self.prefill.add_peer(peer.registration, peer.keys, peer.values):
+            self.greeted[peer.registration.session] = peer.endpoint
+            self.greet(peer.endpoint)
+
+    def _here(self) -> Endpoint:
+        """Where this rank listens, as its peers know it."""
+        return Endpoint(self.local_ip, self.rank_port)
 
     def greet(self, endpoint: Endpoint) -> None:
         """Tell a decode rank that this P speaks SmartGen, and where its store is served."""
         assert self.prefill is not None
-        bootstrap = Endpoint(self.local_ip, self.rank_port)
+        bootstrap = self._here()
         serve = self.prefill.serve_endpoint or bootstrap
         epoch = self.prefill.epoch
         self.send_control(endpoint, Hello(bootstrap.host, bootstrap.port, serve, epoch))
@@ -185,21 +189,17 @@ class SmartGenKVManager(MooncakeKVManager):
             except Exception as error:
                 logger.warning("decode at %s:%s: %s", endpoint.host, endpoint.port, error)
 
-    def _announce(self, frames: list[bytes]) -> None:
-        message = unpack(frames[METADATA_FRAMES])
-        if not isinstance(message, OpenRoom) or message.version != VERSION:
-            return
-        slots = np.frombuffer(frames[4], dtype=np.int32).astype(np.int64)
-        if len(slots) != message.prompt_len or message.room != int(frames[0]):
-            raise MessageError(f"room {message.room}: {len(slots)} slots do not fit its prompt")
-        endpoint = Endpoint(frames[1].decode(), int(frames[2]))
+    def _announce(self, room: RoomFrames) -> None:
         assert self.prefill is not None
-        self.prefill.announce(message, frames[3].decode(), endpoint, slots)
+        peer = self.prefill.peer(room.session)
+        if peer is not None:
+            check_room(room.message, peer.registration)
+        self.prefill.announce(room.message, room.session, room.endpoint, room.slots)
 
     def _filter_decode(self, frames: list[bytes]) -> bool:
-        if frames[0] != TAG:
+        message = read_decode(frames, self.sealer, self._here())
+        if message is None:
             return False
-        message = from_frames(frames)
         if isinstance(message, Failed) and message.room in self.request_status:
             self.causes[message.room] = message.cause
         assert self.decode is not None
@@ -211,19 +211,29 @@ class SmartGenKVManager(MooncakeKVManager):
     def send_control(self, endpoint: Endpoint, message: Message) -> None:
         """P to D over SGLang's own status socket."""
         address = NetworkAddress(endpoint.host, endpoint.port)
-        self._send_multipart_locked(address.to_tcp(), to_frames(message), is_ipv6=address.is_ipv6)
+        frames = to_frames(message, self.sealer, endpoint)
+        self._send_multipart_locked(address.to_tcp(), frames, is_ipv6=address.is_ipv6)
+
+    def _send_to_prefill(self, endpoint: Endpoint, message: Message) -> None:
+        """D to P over SGLang's own bootstrap socket."""
+        info = {"rank_ip": endpoint.host, "rank_port": endpoint.port}
+        socket, lock = CommonKVReceiver._connect_to_bootstrap_server(info)
+        with lock:
+            socket.send_multipart(to_frames(message, self.sealer, endpoint))
 
     def build_receiver_registration_message(self) -> list[bytes]:
         """SGLang's registration with our frame behind it; stock P ignores the frame."""
         frames: list[bytes] = super().build_receiver_registration_message()
         assert self.decode is not None and len(frames) == REGISTRATION_FRAMES
-        return [*frames, pack(self.decode.registration())]
+        return seal_behind(frames, self.decode.registration(), self.sealer)
 
     def build_receiver_metadata_message(self, **named: Any) -> list[bytes]:
         """SGLang's metadata with the room's OpenRoom behind it, when the receiver set one."""
         frames: list[bytes] = super().build_receiver_metadata_message(**named)
         assert len(frames) == METADATA_FRAMES
-        return frames if self.open_message is None else [*frames, pack(self.open_message)]
+        if self.open_message is None:
+            return frames
+        return seal_behind(frames, self.open_message, self.sealer)
 
     # Outcome of P's pushes ------------------------------------------------------------------
 
@@ -324,11 +334,3 @@ class SmartGenKVManager(MooncakeKVManager):
             if not self.live(room):
                 self.prefill.cancel(room)
         return handled
-
-
-def _send_to_prefill(endpoint: Endpoint, message: Message) -> None:
-    """D to P over SGLang's own bootstrap socket."""
-    info = {"rank_ip": endpoint.host, "rank_port": endpoint.port}
-    socket, lock = CommonKVReceiver._connect_to_bootstrap_server(info)
-    with lock:
-        socket.send_multipart(to_frames(message))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_smartgen.config import ConfigError, SmartGenConfig, config_from_env
 from sglang_smartgen.engine.model_facts import ModelFacts, read_model
+from sglang_smartgen.transfer.seal import Sealer, sealer_from_env
 
 if TYPE_CHECKING:
     from sglang_smartgen.engine.decode_side import DecodeSide
@@ -22,6 +23,7 @@ class _State:
     facts: ModelFacts | None = None
     prefill: PrefillSide | None = None
     decode: DecodeSide | None = None
+    sealer: Sealer | None = None
 
 
 _state = _State()
@@ -34,6 +36,19 @@ def config() -> SmartGenConfig:
     if _state.config is None:
         raise ConfigError("SmartGen is switched off in this process; set --enable-smartgen")
     return _state.config
+
+
+def sealer() -> Sealer | None:
+    """What seals and checks the messages of this process; None where no token is set."""
+    return _state.sealer
+
+
+def read_token() -> None:
+    """Read the token once, before anything listens. Raises ConfigError for one too short."""
+    try:
+        _state.sealer = sealer_from_env()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def remember_model(runner: Any) -> None:

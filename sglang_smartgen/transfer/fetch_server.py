@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 Reply = Callable[[Endpoint, Message], None]
 Served = Fetch | Grant | Release
 BOUNCE_BYTES = 1 << 20
+MAX_FETCH_BYTES = 4 << 30
+"""No batch misses more in a layer; whoever asks for more wants our memory."""
 
 
 class FetchServer:
@@ -174,13 +176,20 @@ class FetchServer:
         failures: list[tuple[int, str]] = []
         spans: list[Span] = []
         served: list[tuple[FetchItem, StoreEntry]] = []
-        sizes = [sum(len(p) for p in item.positions) // 4 * entry_bytes for item, _ in acquired]
-        self._bounce.ensure(sum(sizes))
-        at = 0
-        for (item, entry), size in zip(acquired, sizes, strict=True):
+        fitting: list[tuple[FetchItem, StoreEntry, int]] = []
+        total = 0
+        for item, entry in acquired:
+            size = sum(len(p) for p in item.positions) // 4 * entry_bytes
             if item.arena_offset < 0 or item.arena_offset + size > decode.arena_bytes:
                 failures.append((item.room, f"arena offset {item.arena_offset} is out of range"))
-                continue
+            elif total + size > min(decode.arena_bytes, MAX_FETCH_BYTES):
+                failures.append((item.room, f"malformed: {size} bytes more in one fetch"))
+            else:
+                fitting.append((item, entry, size))
+                total += size
+        self._bounce.ensure(total)
+        at = 0
+        for item, entry, size in fitting:
             problem = self._gather(entry, layer, item, at)
             if problem is not None:
                 failures.append((item.room, problem))

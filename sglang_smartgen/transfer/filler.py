@@ -30,6 +30,7 @@ Key = tuple[int, int]
 
 CHUNK_S, CHUNK_BYTES = 0.02, (32 << 10, 1 << 20)
 SLICE_S, SLICE_BYTES = 0.003, (8 << 10, 1 << 20)
+MAX_GRANTS = 4096  # of one room: D tops up what was used, so more are nobody's
 FIRST_RATE = 12.5e6  # bytes/s, 100 Mbit/s: before anything was measured, be careful
 
 
@@ -100,7 +101,8 @@ class Filler:
             room = self._rooms.get(key)
             if room is None:
                 room = self._rooms[key] = _Room(message.session, peer, message.reply, message.paced)
-            room.grants.append((item.arena_offset, item.length))
+            if len(room.grants) < MAX_GRANTS:
+                room.grants.append((item.arena_offset, item.length))
 
     def forget(self, room: int, generation: int) -> None:
         """The room is over: no further slice is sent for it."""

@@ -217,17 +217,20 @@ class Channel:
     def _complete(self) -> list[ToServer | ToScheduler]:
         messages = []
         start = 0
-        view = memoryview(self._received)
-        while len(view) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(view, start)
-            if length > MAX_MESSAGE_BYTES:
-                raise ChannelClosed(f"a message of {length} bytes")
-            stop = start + _LENGTH.size + length
-            if len(view) < stop:
-                break
-            messages.append(_decoder.decode(view[start + _LENGTH.size : stop]))
-            start = stop
-        view.release()
+        with memoryview(self._received) as view:
+            while len(view) - start >= _LENGTH.size:
+                (length,) = _LENGTH.unpack_from(view, start)
+                if length > MAX_MESSAGE_BYTES:
+                    raise ChannelClosed(f"a message of {length} bytes")
+                stop = start + _LENGTH.size + length
+                if len(view) < stop:
+                    break
+                try:
+                    messages.append(_decoder.decode(view[start + _LENGTH.size : stop]))
+                except (msgspec.MsgspecError, RecursionError) as error:
+                    # Nothing that follows can be believed either.
+                    raise ChannelClosed(f"a malformed message: {error}") from None
+                start = stop
         del self._received[:start]
         return messages
 

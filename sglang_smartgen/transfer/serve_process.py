@@ -50,6 +50,7 @@ from sglang_smartgen.transfer.messages import (
 from sglang_smartgen.transfer.push import Peer
 from sglang_smartgen.transfer.region import SharedRegion
 from sglang_smartgen.transfer.residual import Residual
+from sglang_smartgen.transfer.seal import Sealer, sealer_from_env
 from sglang_smartgen.transfer.serve_channel import (
     STATUS_BYTES,
     AddPeer,
@@ -128,8 +129,11 @@ class Replies:
     deadline.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], sealer: Sealer | None = None
+    ) -> None:
         self._context = context
+        self._sealer = sealer
         self._sockets: dict[Endpoint, tuple[zmq.Socket[bytes], float]] = {}
 
     def send(self, endpoint: Endpoint, message: Message) -> None:
@@ -139,7 +143,7 @@ class Replies:
         end = self._connect(endpoint, now) if known is None else known[0]
         self._sockets[endpoint] = (end, now)
         try:
-            end.send_multipart(to_frames(message), zmq.DONTWAIT)
+            end.send_multipart(to_frames(message, self._sealer, endpoint), zmq.DONTWAIT)
         except zmq.Again:
             logger.warning("%s does not read; a message for it is lost", address(endpoint))
 
@@ -161,6 +165,7 @@ class ServeLoop:
     def __init__(self, setup: Setup, channel: Channel) -> None:
         """Raises TransportError or OSError with what is missing."""
         self._channel = channel
+        self._sealer = sealer_from_env()
         geometry = KVGeometry(
             setup.layers,
             setup.kv_heads,
@@ -185,7 +190,7 @@ class ServeLoop:
             self._transport,
             self._table,
             peer_of=self._peers.get,
-            reply=Replies(context).send,
+            reply=Replies(context, self._sealer).send,
             settle=self._settled,
             doubt=lambda room, generation: self._doubtful.add((room, generation)),
             timeout_s=setup.timeout_s,
@@ -219,7 +224,7 @@ class ServeLoop:
             except zmq.Again:
                 break
             try:
-                message = from_frames(frames)
+                message = from_frames(frames, self._sealer, self.endpoint)
                 if not isinstance(message, Fetch | Grant | Release):
                     raise MessageError(f"{type(message).__name__} is not for a store server")
                 messages.append(message)

@@ -235,10 +235,10 @@ def test_more_than_the_bounce_buffer_holds() -> None:
         (ask(11, [TOKENS], [0]), 1, f"outside the {TOKENS} tokens"),
         (ask(11, [0], [-1]), 1, f"outside the {TOKENS} tokens"),
         (ask(), LAYERS, f"layer {LAYERS}"),
-        (ask(), -1, "layer -1"),
+        (ask(), -1, "Expected `int` >= 0 - at `$.layer`"),
         (ask(11, [0]), 1, "1 KV heads"),
         (ask(11, [0], [0], [0]), 1, "3 KV heads"),
-        (ask(offset=-ROW), 1, f"arena offset -{ROW} is out of range"),
+        (ask(offset=-ROW), 1, "Expected `int` >= 0"),
         (ask(offset=ARENA_BYTES - 2 * ROW), 1, "is out of range"),
     ],
 )
@@ -248,6 +248,16 @@ def test_nonsense_is_named_and_nothing_is_written(
     failures = bench.fetch(bad, layer=layer)
     assert list(failures) == [bad.room] and part in failures[bad.room]
     assert bench.p.log == [] and bench.untouched()
+    assert bench.nobody_reads()
+
+
+def test_a_fetch_of_more_than_the_arena_is_served_in_part(bench: Bench) -> None:
+    """Or one message, with ranges that overlap, could ask for any amount of memory."""
+    count = ARENA_BYTES // ROW - 4
+    first, second = ask(11, [1] * count, []), ask(12, [2] * 5, [], offset=8)
+    failures = bench.fetch(first, second)
+    assert failures == {12: f"malformed: {5 * ROW} bytes more in one fetch"}
+    assert torch.equal(bench.arena.bytes, bench.wanted(first))
     assert bench.nobody_reads()
 
 

@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 
+import pytest
 import zmq
 
 from sglang_smartgen.transfer.messages import (
@@ -19,6 +20,7 @@ from sglang_smartgen.transfer.messages import (
     to_frames,
 )
 from sglang_smartgen.transfer.region import SharedRegion
+from sglang_smartgen.transfer.seal import TOKEN_ENV, sealer_from_env
 from sglang_smartgen.transfer.serve_channel import (
     STATUS_BYTES,
     AddPeer,
@@ -79,8 +81,14 @@ class ScriptedChannel:
         return line
 
 
-def test_what_was_said_before_d_could_ask_counts() -> None:
+@pytest.mark.parametrize("token", ["", "a token of a cluster"])
+def test_what_was_said_before_d_could_ask_counts(
+    token: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The scheduler process speaks, D asks because of it, and the loop meets both in one turn."""
+    monkeypatch.setenv(TOKEN_ENV, token)
+    sealer = sealer_from_env()
+    assert (sealer is None) == (token == "")
     channel = ScriptedChannel([AddPeer(NOWHERE)])
     store, status = SharedRegion(1 << 16), SharedRegion(STATUS_BYTES)
     setup = Setup(
@@ -102,7 +110,10 @@ def test_what_was_said_before_d_could_ask_counts() -> None:
     here = Endpoint("127.0.0.1", pull.bind_to_random_port("tcp://127.0.0.1"))
 
     def ask() -> None:
-        push.send_multipart(to_frames(Fetch(5, "d", here, 1, [FetchItem(9, 1, 0, [b"", b""])])))
+        fetch = Fetch(5, "d", here, 1, [FetchItem(9, 1, 0, [b"", b""])])
+        if token:  # without a seal it is not answered
+            push.send_multipart(to_frames(Fetch(4, "d", here, 1, fetch.items)))
+        push.send_multipart(to_frames(fetch, sealer, loop.endpoint))
         assert loop._inbound.poll(PATIENCE_MS)
 
     channel.between = ask
@@ -117,7 +128,7 @@ def test_what_was_said_before_d_could_ask_counts() -> None:
     thread = threading.Thread(target=run)
     thread.start()
     assert pull.poll(PATIENCE_MS)
-    answer = from_frames(pull.recv_multipart())
+    answer = from_frames(pull.recv_multipart(), sealer, here)
     # Not "decode session d is not registered here".
     assert answer == FetchDone(5, [(9, "its prefill store entry is gone")])
     channel.over.set()

@@ -23,6 +23,7 @@ from sglang_smartgen.transfer.messages import (
     Released,
     Started,
 )
+from sglang_smartgen.transfer.residual import Portion
 
 ENTRY = 2 * 16 * 2  # bytes of one entry
 TOKEN = HEADS * ENTRY  # and of a token's entries in one layer
@@ -269,3 +270,34 @@ def test_a_reported_failure_ends_the_fill_and_not_the_room(bench: Bench) -> None
     bench.wait_for(lambda: state.left == 0)
     assert (room.left, room.failure) == (LEFT, None)
     assert bench.side.fill.granted_bytes == item.length
+
+
+@pytest.mark.parametrize(
+    ("tokens", "part"),
+    [
+        ([DENSE_LAYERS * TOKENS - 1], "layers [1] are never filled in"),
+        ([LAYERS * TOKENS], f"layers [{LAYERS}] are never filled in"),
+        ([-1], "negative or out of order"),
+        ([-(2**31)], "negative or out of order"),
+        ([(DENSE_LAYERS + 1) * TOKENS, DENSE_LAYERS * TOKENS], "negative or out of order"),
+        (list(range(DENSE_LAYERS * TOKENS, DENSE_LAYERS * TOKENS + 40)), "do not hold the"),
+    ],
+)
+def test_codes_that_are_not_of_this_prompt_place_nothing(
+    bench: Bench, tokens: list[int], part: str
+) -> None:
+    room = decoding(bench)
+    before, held = bench.rank.pool.clone(), room.held.clone()
+    packed = np.array(tokens, dtype=np.int64)
+    portion = Portion(torch.from_numpy(packed), torch.empty(0, dtype=torch.int64))
+    heads = Portion(portion.entries, portion.tokens * HEADS)
+    facts = bench.rank.facts
+    piece = torch.zeros(10 * TOKEN, dtype=torch.uint8)
+    for codes in (portion, heads):
+        if codes is heads and len(tokens) > 2:
+            continue  # 40 single entries fit where 40 tokens do not
+        with pytest.raises(ValueError) as caught:
+            room.place(codes, piece, LEFT - 1, facts.keys, facts.values)
+        assert part in str(caught.value)
+    assert bool((bench.rank.pool == before).all()) and bool((room.held == held).all())
+    assert room.left == LEFT

@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from sglang_smartgen.transfer.messages import (
+    MAX_HEADS,
+    MAX_ITEMS,
+    MAX_LAYERS,
+    MAX_SIZE,
+    MAX_TEXT,
     TAG,
     VERSION,
     Alive,
@@ -32,62 +38,63 @@ from sglang_smartgen.transfer.messages import (
     unpack,
 )
 
-number = st.integers(-(2**63), 2**63 - 1)
+number = st.integers(0, 2**63 - 1)
+size = st.integers(0, 2**40)
+positive = st.integers(1, 2**40)
+layers = st.integers(1, 4096)
 address = st.integers(0, 2**64 - 1)  # a Mooncake address may be above 2**63
 text = st.text(max_size=12)
 endpoint = st.builds(Endpoint, text, st.integers(0, 65535))
-item = st.builds(FetchItem, number, number, address, st.lists(st.binary(max_size=16), max_size=4))
-grant = st.builds(GrantItem, number, number, address, number)
+item = st.builds(FetchItem, number, number, size, st.lists(st.binary(max_size=16), max_size=4))
+grant = st.builds(GrantItem, number, number, size, size)
 packed = st.binary(max_size=16)
 
 BY_TYPE = {
     Registration: st.builds(
         Registration,
-        version=number,
+        version=size,
         session=text,
         epoch=number,
         fingerprint=text,
-        layers=number,
-        kv_row_bytes=number,
+        layers=layers,
+        kv_row_bytes=positive,
         mask=address,
-        mask_rows=number,
-        mask_width=number,
+        mask_rows=positive,
+        mask_width=positive,
         metadata=st.lists(address, max_size=4),
-        metadata_row_bytes=number,
+        metadata_row_bytes=size,
         arena=address,
-        arena_bytes=number,
+        arena_bytes=size,
         fill=address,
-        fill_bytes=number,
+        fill_bytes=size,
         scratch=address,
-        tp_size=number,
+        tp_size=positive,
     ),
     OpenRoom: st.builds(
         OpenRoom,
-        version=number,
+        version=size,
         room=number,
         generation=number,
-        row=number,
-        prompt_len=number,
-        blocks_per_layer=number,
-        proactive_blocks=st.none() | number,
+        row=size,
+        prompt_len=positive,
+        blocks_per_layer=positive,
+        proactive_blocks=st.none() | size,
         order=text,
-        k=number,
+        k=positive,
         recording=text,
         metadata=st.booleans(),
         keep=st.booleans(),
     ),
     Hello: st.builds(Hello, text, st.integers(0, 65535), epoch=number),
-    Started: st.builds(
-        Started, number, number, number, number, st.floats(allow_nan=False), number, number
-    ),
+    Started: st.builds(Started, number, number, size, size, st.floats(0), size, number, packed),
     Failed: st.builds(Failed, number, number, text),
     Alive: st.builds(Alive, text, number, st.lists(st.tuples(number, number), max_size=3)),
-    Fetch: st.builds(Fetch, number, text, endpoint, number, st.lists(item, max_size=3)),
+    Fetch: st.builds(
+        Fetch, number, text, endpoint, st.integers(0, 4095), st.lists(item, max_size=3)
+    ),
     FetchDone: st.builds(FetchDone, number, st.lists(st.tuples(number, text), max_size=3)),
     Grant: st.builds(Grant, text, endpoint, st.booleans(), st.lists(grant, max_size=3)),
-    Filled: st.builds(
-        Filled, number, number, address, number, packed, packed, number, st.none() | text
-    ),
+    Filled: st.builds(Filled, number, number, size, size, packed, packed, size, st.none() | text),
     Release: st.builds(Release, number, number, text, endpoint),
     Released: st.builds(Released, number, number),
 }
@@ -183,3 +190,68 @@ def test_deep_nesting_in_an_unknown_field() -> None:
 def test_a_message_of_an_unknown_kind() -> None:
     with pytest.raises(MessageError, match="bytes"):
         unpack(pack(Hello("abc", 1)).replace(b"hello", b"hullo"))
+
+
+REGISTRATION = Registration(
+    version=VERSION,
+    session="d:1",
+    epoch=1,
+    fingerprint="f",
+    layers=3,
+    kv_row_bytes=8,
+    mask=64,
+    mask_rows=2,
+    mask_width=9,
+    metadata=[64],
+    metadata_row_bytes=4,
+    arena=64,
+    arena_bytes=4,
+    fill=64,
+    fill_bytes=4,
+    scratch=64,
+    tp_size=1,
+)
+HERE = Endpoint("d", 9)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Released(-1, 0),
+        Released(0, -1),
+        Hello("h" * 256, 1),
+        Hello("h", 65536),
+        Hello("h", 1, Endpoint("h", -1)),
+        Failed(1, 2, "x" * (MAX_TEXT + 1)),
+        Started(1, 1, 1, 1, -0.5, 1),
+        Started(1, 1, 1, 1, float("nan"), 1),
+        Started(1, 1, 1, 1, 0.5, -1),
+        Fetch(1, "d", HERE, MAX_LAYERS, []),
+        Fetch(1, "d", HERE, -1, []),
+        Fetch(1, "d", HERE, 0, [FetchItem(1, 1, -4, [])]),
+        Fetch(1, "d", HERE, 0, [FetchItem(1, 1, 0, [b""] * (MAX_HEADS + 1))]),
+        Fetch(1, "d", HERE, 0, [FetchItem(1, 1, 0, [])] * (MAX_ITEMS + 1)),
+        FetchDone(1, [(1, "x")] * (MAX_ITEMS + 1)),
+        Grant("d", HERE, True, [GrantItem(1, 1, 0, 0)] * (MAX_ITEMS + 1)),
+        Grant("d", HERE, True, [GrantItem(1, 1, 0, -1)]),
+        Filled(1, 1, 0, MAX_SIZE + 1, b"", b"", 0),
+        structs.replace(REGISTRATION, layers=0),
+        structs.replace(REGISTRATION, layers=MAX_LAYERS + 1),
+        structs.replace(REGISTRATION, mask_rows=-1),
+        structs.replace(REGISTRATION, mask_width=MAX_SIZE + 1),
+        structs.replace(REGISTRATION, metadata=[1] * (MAX_LAYERS + 1)),
+        structs.replace(REGISTRATION, arena=-1),
+        structs.replace(REGISTRATION, tp_size=0),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_what_is_out_of_range_is_refused_while_it_is_read(message: Message) -> None:
+    with pytest.raises(MessageError) as caught:
+        unpack(pack(message))
+    assert len(str(caught.value)) < 200
+
+
+def test_a_message_that_is_too_large_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_smartgen.transfer.messages.MAX_MESSAGE_BYTES", 30)
+    with pytest.raises(MessageError, match="allowed are 30"):
+        unpack(pack(Failed(1, 2, "x" * 30)))
