@@ -1,7 +1,7 @@
 """Plain numbers that one rank counts while it serves, for whoever shows them (once a second).
 
 A process is one rank of one role, so there is one `counts`. Adding costs well below a microsecond
-and takes no lock, so every field has one writing thread, except `posted` and `failed`, which lock.
+and takes no lock, so every field has one writing thread, except those of the methods, which lock.
 Readers may see a number that is a moment old.
 """
 
@@ -87,6 +87,12 @@ class Counts:
         with self._lock:
             self.descriptors += descriptors
             self.post_s += seconds
+
+    def pushed(self, proactive: bool, metadata: bool) -> None:
+        """A push has written something of either kind (any thread)."""
+        with self._lock:
+            self.requests["proactive"] += proactive
+            self.requests["metadata"] += metadata
 
     def failed(self, sentence: str) -> None:
         """A request failed for this cause (any thread)."""

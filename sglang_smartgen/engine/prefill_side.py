@@ -11,6 +11,7 @@ owner under either; a server process holds it from `hand_over` until it has let 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -134,6 +135,7 @@ class PrefillSide:
             start=self._start,
         )
         self._capture = LayerCapture(facts, self._push, self._rooms.active)
+        self._counting = threading.Lock()  # there is a push thread a decode session
         self.bytes_proactive = 0
         self.bytes_metadata = 0
         self.finished: deque[dict[str, Any]] = deque(maxlen=FINISHED_KEPT)
@@ -330,9 +332,10 @@ class PrefillSide:
     def _pushed(self, state: PrefillRoom) -> None:
         push = state.push
         assert push is not None
-        self.finished.append(_record(state, push))
-        self.bytes_proactive += push.proactive_bytes
-        self.bytes_metadata += push.metadata_bytes
+        with self._counting:
+            self.finished.append(_record(state, push))
+            self.bytes_proactive += push.proactive_bytes
+            self.bytes_metadata += push.metadata_bytes
         push.entry.residual.set_order(push.plan.residual())
         try:
             if not (push.failure or push.ended_early):

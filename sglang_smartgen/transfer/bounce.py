@@ -27,6 +27,10 @@ class BounceBuffer:
         """Address of byte 0."""
         return self._memory.region.address
 
+    def close(self) -> None:
+        """Give the buffer in use back; no write may be under way."""
+        self._transport.unregister(self._memory.region)
+
     def ensure(self, length: int) -> None:
         """Make it hold at least `length` bytes; no write may be under way."""
         if length > self._memory.bytes.numel():

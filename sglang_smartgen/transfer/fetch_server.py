@@ -1,11 +1,11 @@
 """P's serve thread: what D asks goes first, speculative fill uses the time between.
 
-Owner: one `FetchServer` a prefill rank, in the scheduler process or in a process of its own (see
-store_server.py). The thread that receives Fetch, Grant and Release puts them in the queue, which
-wakes the one serve thread; only that thread reads the store for fetches and fill and writes to
-arenas. Because the queue is served in order and a slice is
-complete before the next message is taken, a Release is answered after everything that came before
-it has landed, or not at all until it has been fenced.
+Owner: one `FetchServer` a decode session (see fetch_servers.py), in the scheduler process or in a
+process of its own (see store_server.py). The thread that receives Fetch, Grant and Release puts
+them in the queue, which wakes the one serve thread; only that thread reads the store for fetches
+and fill and writes to that D's arenas. Because the queue is served in order and a slice is complete
+before the next message is taken, a Release is settled after everything that came before it has
+landed, or not at all until it has been fenced.
 """
 
 from __future__ import annotations
@@ -80,9 +80,23 @@ class FetchServer:
             self.filler.pacer.asked(message.session, time.monotonic())
         self._inbox.put(message)
 
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """Fetches, their bytes, those of the fill, and its writes."""
+        fill = self.filler
+        return self.fetches, self.bytes_on_demand, fill.bytes_speculative, fill.slices
+
+    def idle(self, session: str) -> bool:
+        """True when nothing waits, and no failed write may still read a buffer."""
+        return self._inbox.empty() and self.filler.wait_s() is None and not self.retired(session)
+
+    def end(self) -> None:
+        """Stop after what is queued, without waiting for it, and give the buffers back."""
+        self._inbox.put(None)
+
     def close(self) -> None:
         """Stop after what is queued; at most the deadline of one write."""
-        self._inbox.put(None)
+        self.end()
         self._thread.join(self._timeout_s)
 
     def retired(self, session: str) -> list[HostRegion]:
@@ -111,6 +125,8 @@ class FetchServer:
                     self._guarded(self.filler.send_slice)
                 continue
             if message is None:
+                self._bounce.close()
+                self.filler.bounce.close()
                 return
             self._guarded(self._handle, message)
 

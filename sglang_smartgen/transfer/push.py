@@ -1,9 +1,10 @@
 """Proactive push: during prefill, a background thread sends what the plan names, data before mask.
 
-Owner: one `PushWorker` a prefill rank. The scheduler thread fills the store entry and then calls
-`layer_ready`; `finish` follows the last layer of the last chunk. Both only put a job in the queue,
-which wakes the push thread. That thread alone encodes metadata, writes to D and calls `finish`'s
-callback. Jobs of one room that have piled up become one write, so a slow network sees large writes.
+Owner: one `PushWorker` a prefill rank, with one thread a decode session, so that a D that hangs
+holds up no other. The scheduler thread fills the store entry and then calls `layer_ready`; `finish`
+follows the last layer of the last chunk. Both only note what waits, which wakes that session's push
+thread. It alone encodes the room's metadata, writes to D and calls `finish`'s callback, and it ends
+when its D has wanted nothing for a while. What has piled up of a room becomes one write.
 
 Per write the order is: KV and metadata, wait until they are complete, then the mask. A transport
 orders nothing between two writes, so the wait is what makes "mask says local" true (design 2.2).
@@ -12,10 +13,9 @@ orders nothing between two writes, so the wait is what makes "mask says local" t
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 WRITE_BYTES = 4 << 20
 """Aim of one write: large enough for the network, small enough that a fetch need not wait long."""
+LINGER_S = 60.0
+"""A push thread without work ends after it."""
 GONE = "the request or its decode node is gone"
 
 
@@ -109,7 +111,7 @@ class PushRoom:
 
 
 class PushWorker:
-    """Sends the planned blocks of every room in the background."""
+    """Sends the planned blocks of every room in the background, one thread a decode session."""
 
     def __init__(
         self,
@@ -119,7 +121,7 @@ class PushWorker:
         timeout_s: float,
         on_busy: Callable[[bool], None] = lambda _: None,
     ) -> None:
-        """`on_busy` is told on the push thread when it begins and ends to work."""
+        """`on_busy` is told on a push thread when the first begins and the last ends to work."""
         self._transport = transport
         self._on_busy = on_busy
         self._selector = selector
@@ -128,10 +130,9 @@ class PushWorker:
         self._ones = HostRegion(max_len)
         self._ones.bytes.fill_(1)
         transport.register(self.ones)
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._working = False
-        self._thread = threading.Thread(target=self._run, name="smartgen-push", daemon=True)
-        self._thread.start()
+        self._lock = threading.Lock()
+        self._lanes: dict[str, _Lane] = {}
+        self._closing = False
 
     @property
     def ones(self) -> Region:
@@ -140,49 +141,78 @@ class PushWorker:
 
     def layer_ready(self, room: PushRoom, layer: int) -> None:
         """The entry holds new tokens of `layer`; they go out in the background."""
-        self._jobs.put(_Job(room, layer, None))
+        with self._lock:
+            self._pending(room).layers.add(layer)
 
     def finish(self, room: PushRoom, done: Callable[[PushRoom], None]) -> None:
-        """Call `done(room)` on the push thread when everything before it is out or failed."""
-        self._jobs.put(_Job(room, None, done))
+        """Call `done(room)` on its push thread when everything before it is out or failed."""
+        with self._lock:
+            self._pending(room).done.append(done)
 
     def busy(self) -> bool:
         """Whether something is being pushed: speculative bytes wait for it."""
-        return self._working or not self._jobs.empty()
+        with self._lock:
+            return any(lane.working or lane.pending for lane in self._lanes.values())
 
     def close(self) -> None:
-        """Stop after the jobs that are queued; at most the deadline of one write."""
-        self._jobs.put(None)
-        self._thread.join(self._timeout_s)
+        """Stop after what is queued; at most the deadline of one write."""
+        with self._lock:
+            self._closing = True
+            lanes = list(self._lanes.values())
+            for lane in lanes:
+                lane.changed.notify()
+        for lane in lanes:
+            lane.thread.join(self._timeout_s)
 
-    def _run(self) -> None:
+    def _pending(self, room: PushRoom) -> _Pending:
+        """What waits for a room; the caller holds the lock, and its thread looks when it is let go.
+
+        Bounded by the layers of the open rooms: a layer that waits already is not queued again.
+        """
+        session = room.peer.registration.session
+        lane = self._lanes.get(session)
+        if lane is None:
+            lane = self._lanes[session] = _Lane(self._lock)
+            name = f"smartgen-push-{session}"
+            lane.thread = threading.Thread(
+                target=self._run, args=(session, lane), name=name, daemon=True
+            )
+            lane.thread.start()
+        lane.changed.notify()
+        return lane.pending.setdefault(room, _Pending())
+
+    def _run(self, session: str, lane: _Lane) -> None:
         while True:
-            if self._jobs.empty():
-                self._work(False)
-            jobs = [self._jobs.get()]
-            self._work(True)
-            while not self._jobs.empty():
-                jobs.append(self._jobs.get())
-            for room, group in _by_room(job for job in jobs if job is not None):
+            with self._lock:
+                if not lane.pending:
+                    self._work(lane, False)
+                    if not self._closing:
+                        lane.changed.wait(LINGER_S)
+                    if not lane.pending:
+                        del self._lanes[session]
+                        return
+                work, lane.pending = lane.pending, {}
+                self._work(lane, True)
+            for room, pending in work.items():
                 try:
-                    self._process(room, group)
+                    self._process(room, sorted(pending.layers))
                 except Exception as error:
                     # A bug in one room must not end the thread for all rooms.
                     logger.exception("push of room %s failed", room.entry.room)
                     room.failure = room.failure or f"push failed: {error}"
-                for job in group:
-                    _report(job)
-            if None in jobs:
-                return
+                for done in pending.done:
+                    _report(room, done)
 
-    def _work(self, working: bool) -> None:
-        if working != self._working:
-            self._working = working
+    def _work(self, lane: _Lane, working: bool) -> None:
+        """The lane begins or ends to work; the caller holds the lock, so the order is told."""
+        before = any(other.working for other in self._lanes.values())
+        lane.working = working
+        if any(other.working for other in self._lanes.values()) != before:
             self._on_busy(working)
 
-    def _process(self, room: PushRoom, group: list[_Job]) -> None:
+    def _process(self, room: PushRoom, layers: list[int]) -> None:
         load = _Load()
-        for layer in sorted({job.layer for job in group if job.layer is not None}):
+        for layer in layers:
             if room.failure or room.ended_early:
                 return
             if not room.gate.live():
@@ -234,8 +264,7 @@ class PushWorker:
         if not (room.failure or room.ended_early):
             room.proactive_bytes += load.proactive_bytes
             room.metadata_bytes += load.metadata_bytes
-            counts.requests["proactive"] += load.proactive_bytes > 0
-            counts.requests["metadata"] += load.metadata_bytes > 0
+            counts.pushed(load.proactive_bytes > 0, load.metadata_bytes > 0)
 
     def _write(self, room: PushRoom, spans: list[Span]) -> None:
         session = room.peer.registration.session
@@ -264,24 +293,27 @@ class _Load(msgspec.Struct):
     metadata_bytes: int = 0
 
 
-class _Job(msgspec.Struct):
-    room: PushRoom
-    layer: int | None
-    done: Callable[[PushRoom], None] | None
+class _Pending:
+    """What waits of one room, to be sent together: a slow network sees large writes."""
+
+    def __init__(self) -> None:
+        self.layers: set[int] = set()
+        self.done: list[Callable[[PushRoom], None]] = []
 
 
-def _report(job: _Job) -> None:
-    if job.done is None:
-        return
+class _Lane:
+    """The queue and the thread of one decode session; guarded by the worker's lock."""
+
+    thread: threading.Thread
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self.changed = threading.Condition(lock)
+        self.pending: dict[PushRoom, _Pending] = {}  # in the order of their first job
+        self.working = False
+
+
+def _report(room: PushRoom, done: Callable[[PushRoom], None]) -> None:
     try:
-        job.done(job.room)
+        done(room)
     except Exception:
-        logger.exception("end of the push of room %s failed", job.room.entry.room)
-
-
-def _by_room(jobs: Iterable[_Job]) -> Iterable[tuple[PushRoom, list[_Job]]]:
-    """Jobs grouped by room, rooms in the order of their first job."""
-    groups: dict[int, tuple[PushRoom, list[_Job]]] = {}
-    for job in jobs:
-        groups.setdefault(id(job.room), (job.room, []))[1].append(job)
-    return list(groups.values())
+        logger.exception("end of the push of room %s failed", room.entry.room)

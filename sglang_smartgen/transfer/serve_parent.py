@@ -194,7 +194,9 @@ class ServerProcess:
         except ChannelClosed:
             raise ServeError(f"the store server ended at once, {self._end()}") from None
         match answer:
-            case [Serving(serve=endpoint), *_]:  # it may have beaten already
+            case [Serving(serve=endpoint), *rest]:
+                for message in rest:  # it may have beaten already
+                    self._heard(message)
                 return endpoint
             case [Refused(cause=cause), *_]:
                 raise ServeError(f"the store server refuses to start: {cause}")

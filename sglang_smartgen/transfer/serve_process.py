@@ -2,7 +2,7 @@
 
 It runs as `python -P -m sglang_smartgen.transfer.serve_process`, maps the prefill store of the
 scheduler process that started it, has a transport and bounce buffers of its own, and serves fetches
-and speculative fill with the same `FetchServer` as the thread does. It knows no model and imports
+and speculative fill with the same `FetchServers` as the thread does. It knows no model and imports
 no SGLang.
 
 Threads: the main thread alone receives, D's messages from a ZMQ PULL socket and the scheduler
@@ -25,6 +25,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -36,7 +37,7 @@ import zmq
 from sglang_smartgen.core.counts import counts
 from sglang_smartgen.core.geometry import KVGeometry
 from sglang_smartgen.transfer.fences import Fencer
-from sglang_smartgen.transfer.fetch_server import FetchServer
+from sglang_smartgen.transfer.fetch_servers import FetchServers
 from sglang_smartgen.transfer.messages import (
     Endpoint,
     Fetch,
@@ -123,7 +124,7 @@ class ServedTable(EntryTable):
 
 
 class Replies:
-    """Sockets to the decode nodes; used by the serve thread alone.
+    """Sockets to the decode nodes; the serve threads share them.
 
     A node that does not read loses messages instead of stopping the others; its fetches have a
     deadline.
@@ -135,17 +136,20 @@ class Replies:
         self._context = context
         self._sealer = sealer
         self._sockets: dict[Endpoint, tuple[zmq.Socket[bytes], float]] = {}
+        self._lock = threading.Lock()  # a socket is not for two threads at a time
 
     def send(self, endpoint: Endpoint, message: Message) -> None:
         """Queue a message for a decode node."""
         now = time.monotonic()
-        known = self._sockets.get(endpoint)
-        end = self._connect(endpoint, now) if known is None else known[0]
-        self._sockets[endpoint] = (end, now)
-        try:
-            end.send_multipart(to_frames(message, self._sealer, endpoint), zmq.DONTWAIT)
-        except zmq.Again:
-            logger.warning("%s does not read; a message for it is lost", address(endpoint))
+        frames = to_frames(message, self._sealer, endpoint)
+        with self._lock:
+            known = self._sockets.get(endpoint)
+            end = self._connect(endpoint, now) if known is None else known[0]
+            self._sockets[endpoint] = (end, now)
+            try:
+                end.send_multipart(frames, zmq.DONTWAIT)
+            except zmq.Again:
+                logger.warning("%s does not read; a message for it is lost", address(endpoint))
 
     def _connect(self, endpoint: Endpoint, now: float) -> zmq.Socket[bytes]:
         for other, (end, used) in list(self._sockets.items()):
@@ -186,7 +190,7 @@ class ServeLoop:
         self._inbound.bind(address(Endpoint(host, 0)))
         bound = self._inbound.getsockopt_string(zmq.LAST_ENDPOINT)
         self.endpoint = Endpoint(host, int(bound.rpartition(":")[2]))
-        self._server = FetchServer(
+        self._server = FetchServers(
             self._transport,
             self._table,
             peer_of=self._peers.get,
@@ -254,8 +258,8 @@ class ServeLoop:
         return Beat(
             s.fetches,
             s.bytes_on_demand,
-            s.filler.bytes_speculative,
-            s.filler.slices,
+            s.bytes_speculative,
+            s.slices,
             counts.descriptors,
             counts.post_s,
         )

@@ -1,7 +1,7 @@
 """Who serves the prefill store: this process's serve thread, or a process of its own.
 
-Both are one `FetchServer`; `store_server` in the configuration chooses. In process mode D sends its
-messages to `endpoint`, and what still comes to this process is passed on.
+Both are the same `FetchServers`; `store_server` in the configuration chooses. In process mode D
+sends its messages to `endpoint`, and what still comes to this process is passed on.
 
 When the process dies, the thread takes its place for good, and `moved` is called so that every D
 learns where to send from now on. Nothing is lost with it but the fetches under way, which D fails
@@ -20,7 +20,8 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_smartgen.core.counts import counts
-from sglang_smartgen.transfer.fetch_server import FetchServer, Reply
+from sglang_smartgen.transfer.fetch_server import Reply
+from sglang_smartgen.transfer.fetch_servers import FetchServers
 from sglang_smartgen.transfer.messages import Endpoint, Fetch, Grant, Registration, Release
 from sglang_smartgen.transfer.mooncake import engine_progress_timeout_s
 from sglang_smartgen.transfer.push import Peer
@@ -66,10 +67,10 @@ class StoreServer:
         self._quiet_at = 0.0  # when nothing of a dead process can land any more
         self._swapped = threading.Event()
         self._process: ServerProcess | None = None
-        self._thread: FetchServer | None = None
+        self._thread: FetchServers | None = None
 
-        def serve_here() -> FetchServer:
-            return FetchServer(transport, store, peer_of, reply, settle, doubt, timeout_s, busy)
+        def serve_here() -> FetchServers:
+            return FetchServers(transport, store, peer_of, reply, settle, doubt, timeout_s, busy)
 
         self._serve_here = serve_here
         if process is None:
@@ -141,10 +142,8 @@ class StoreServer:
             for name in served:
                 served[name] += getattr(self._process.served, name)
         if self._thread is not None:
-            served["fetches"] += self._thread.fetches
-            served["bytes_on_demand"] += self._thread.bytes_on_demand
-            served["bytes_speculative"] += self._thread.filler.bytes_speculative
-            served["slices"] += self._thread.filler.slices
+            for name in ("fetches", "bytes_on_demand", "bytes_speculative", "slices"):
+                served[name] += getattr(self._thread, name)
         where = {"store_server": "thread" if self._thread is not None else "process"}
         if self._process is not None:
             where["store_server_pid"] = str(self._process.pid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,17 @@ from sglang_smartgen.core import recordings
 from sglang_smartgen.core.geometry import DENSE_LAYERS
 from sglang_smartgen.core.observe import WINDOW
 from sglang_smartgen.core.room_plan import RoomPlan
-from sglang_smartgen.transfer.fake import Fault, FaultKind
-from sglang_smartgen.transfer.messages import Filled, Grant, GrantItem, Released
+from sglang_smartgen.transfer import fetch_servers
+from sglang_smartgen.transfer.fake import FakeTransport, Fault, FaultKind
+from sglang_smartgen.transfer.messages import (
+    Fetch,
+    FetchDone,
+    FetchItem,
+    Filled,
+    Grant,
+    GrantItem,
+    Released,
+)
 
 ENTRY = 2 * DIM * 2  # bytes of one entry
 TOKEN = HEADS * ENTRY  # and of a token's entries in one layer
@@ -165,3 +175,42 @@ def test_k_r_is_computed_once_speed_and_network_are_known(
     bench.finish(8)
     assert bench.end().keep is False  # on a fast network it is a full transfer
     assert bench.mask.bytes.view(LAYERS, -1).sum(1).tolist() == [TOKENS] * LAYERS
+
+
+def test_a_hung_decode_node_holds_up_no_fetch_of_another(bench: Bench) -> None:
+    other = FakeTransport(bench.network, "e")
+    other.register(bench.small.region)
+    assert bench.add_peer(session="e")
+    pushed(bench)
+    bench.p.script("d", bench.p.writes["d"] + 1, Fault(FaultKind.DELAY, delay_s=1.0))
+    item = FetchItem(ROOM, 1, 0, [b"\0\0\0\0", b""])
+    bench.side.submit(Fetch(1, "d", D_END, LAYERS - 1, [item]))
+    bench.side.submit(Fetch(2, "e", D_END, LAYERS - 1, [item]))
+    assert bench.reply() == FetchDone(2, [])
+    assert bench.replies.empty()
+    bench.network.advance(1.0)  # of a clock that stood still
+    assert bench.reply() == FetchDone(1, [])
+    shown = bench.side.snapshot()
+    assert (shown["fetches"], shown["bytes_on_demand"]) == (2, 2 * ENTRY)
+
+
+def test_the_serve_thread_of_a_silent_decode_node_ends(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch_servers, "UNUSED_S", 0.0)
+    other = FakeTransport(bench.network, "e")
+    other.register(bench.small.region)
+    assert bench.add_peer(session="e")
+    pushed(bench)
+    item = FetchItem(ROOM, 1, 0, [b"\0\0\0\0", b""])
+    before = serve_threads()
+    for number in range(4):
+        for session in ("d", "e"):
+            bench.side.submit(Fetch(number, session, D_END, LAYERS - 1, [item]))
+            assert bench.reply() == FetchDone(number, [])
+    bench.wait_for(lambda: serve_threads() == before + 1)
+    assert bench.side.snapshot()["fetches"] == 8
+
+
+def serve_threads() -> int:
+    return sum(thread.name == "smartgen-fetch" for thread in threading.enumerate())

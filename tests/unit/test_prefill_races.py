@@ -319,6 +319,31 @@ def test_a_failed_hand_over_ends_the_room_though_it_is_served(bench: Bench) -> N
     assert bench.replies.empty()
 
 
+def add_other(bench: Bench) -> None:
+    """Another decode node, `e`, that has the memory of `d`."""
+    other = FakeTransport(bench.network, "e")
+    for memory in (bench.there.memory, bench.mask, bench.metadata, bench.small):
+        other.register(memory.region)
+    assert bench.add_peer(session="e")
+
+
+def test_a_hung_decode_node_holds_up_no_push_to_another(bench: Bench) -> None:
+    add_other(bench)
+    bench.p.script("d", 1, Fault(FaultKind.DELAY, delay_s=1.0))  # of a clock that stands still
+    for session, room in (("d", 1), ("e", 2)):
+        bench.announce(room, session=session)
+        assert bench.side.begin(room, TOKENS)
+        bench.layers(room=room)
+        bench.finish(room)
+    push = bench.end()
+    assert (push.entry.room, push.failure, push.ended_early) == (2, None, None)
+    assert bench.outcome.started == [2] and bench.outcome.ends.empty()
+    bench.network.advance(1.0)
+    push = bench.end()
+    assert (push.entry.room, push.failure, push.ended_early) == (1, None, None)
+    bench.closed(entries=2)
+
+
 def test_a_peer_whose_fence_hangs_holds_up_no_other_peer(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,10 +355,7 @@ def test_a_peer_whose_fence_hangs_holds_up_no_other_peer(
         return real(peer, scratch, timeout_s)
 
     monkeypatch.setattr(bench.p, "fence", fence)
-    other = FakeTransport(bench.network, "e")
-    for memory in (bench.there.memory, bench.mask, bench.metadata, bench.small):
-        other.register(memory.region)
-    assert bench.add_peer(session="e")
+    add_other(bench)
     for session, room in (("d", 1), ("e", 2)):
         bench.p.script(session, 1, Fault(FaultKind.FAIL))
         bench.announce(room, session=session)
