@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import torch
 from torch import Tensor
 
 from sglang_smartgen.config import SmartGenConfig
@@ -22,13 +21,13 @@ from sglang_smartgen.core import decode_room as core
 from sglang_smartgen.core import recordings
 from sglang_smartgen.core.counts import counts
 from sglang_smartgen.core.mask import LOCAL, PADDING, REMOTE
+from sglang_smartgen.engine.decode_memory import DecodeMemory
 from sglang_smartgen.engine.decode_room import DecodeRoom
 from sglang_smartgen.engine.decode_rooms import DecodeRooms, Placed
 from sglang_smartgen.engine.heartbeat import Heartbeat
 from sglang_smartgen.engine.model_facts import ModelFacts
 from sglang_smartgen.engine.prefill_peers import PrefillPeers
 from sglang_smartgen.select.base import Selector
-from sglang_smartgen.transfer.arena import Arena
 from sglang_smartgen.transfer.fill_lane import FILL_BYTES, Credit, FillLane
 from sglang_smartgen.transfer.messages import (
     VERSION,
@@ -44,7 +43,6 @@ from sglang_smartgen.transfer.messages import (
     Released,
     Started,
 )
-from sglang_smartgen.transfer.region import HostRegion
 from sglang_smartgen.transfer.remote_lane import RemoteLane, Send
 from sglang_smartgen.transfer.residual import Portion
 from sglang_smartgen.transfer.transport import Transport
@@ -90,23 +88,10 @@ class DecodeSide:
             resend_s=RESEND_S,
             limit_s=QUARANTINE_LIMIT_S,
         )
-        g = facts.geometry
-        rows, max_len = facts.req_to_token.shape
-        slots = facts.keys[0].shape[0]
-        self._mask_memory = HostRegion(g.layers * rows * max_len)
-        self.masks = self._mask_memory.tensor(0, (g.layers, rows, max_len), torch.int8)
-        self.metadata = self._metadata_pool(slots)
-        self.arena = Arena(slots * g.kv_heads * g.entry_bytes)
         self.fill = FillLane(session, reply, self._send_to_store, self._place)
-        self._scratch = HostRegion(4096)
-        for memory in (
-            self._mask_memory,
-            self._metadata_memory,
-            self.arena.memory,
-            self.fill.memory,
-            self._scratch,
-        ):
-            transport.register(memory.region)
+        self._memory = DecodeMemory(facts, selector, transport, self.fill)
+        self.masks, self.metadata = self._memory.masks, self._memory.metadata
+        self.arena = self._memory.arena
         self.lane = RemoteLane(session, reply, self._send_to_store, config.fetch_timeout_s)
         self._epoch = time.time_ns()
         self._generation = self._epoch >> 20
@@ -130,37 +115,9 @@ class DecodeSide:
         self.counters = {"rooms": 0, "failures": 0, "stretches_checked": 0, "stretches_wrong": 0}
         self.fallbacks: dict[str, int] = {}
 
-    def _metadata_pool(self, slots: int) -> Tensor:
-        """[sparse_layers, slots, kv_heads, width], addressed by the KV pool's own slots."""
-        g, s = self.facts.geometry, self.selector
-        shape = (max(1, len(g.sparse_layers)), slots, g.kv_heads, s.metadata_width)
-        length = torch.Size(shape).numel() * s.metadata_dtype.itemsize
-        self._metadata_memory = HostRegion(max(1, length))
-        return self._metadata_memory.tensor(0, shape, s.metadata_dtype)
-
     def registration(self) -> Registration:
         """What every P must know once to write here."""
-        g = self.facts.geometry
-        _, rows, max_len = self.masks.shape
-        return Registration(
-            version=VERSION,
-            session=self._session,
-            epoch=self._epoch,
-            fingerprint=self.selector.fingerprint(),
-            layers=g.layers,
-            kv_row_bytes=g.row_bytes,
-            mask=self.masks.data_ptr(),
-            mask_rows=rows,
-            mask_width=max_len,
-            metadata=[self.metadata[i].data_ptr() for i in range(len(g.sparse_layers))],
-            metadata_row_bytes=self.metadata[0, 0].numel() * self.metadata.itemsize,
-            arena=self.arena.region.address,
-            arena_bytes=self.arena.region.length,
-            fill=self.fill.region.address,
-            fill_bytes=self.fill.region.length,
-            scratch=self._scratch.region.address,
-            tp_size=self.facts.tp_size,
-        )
+        return self._memory.registration(self._session, self._epoch)
 
     def open(
         self,

@@ -155,7 +155,9 @@ class SmartGenKVManager(MooncakeKVManager):
             case RoomFrames() as room:
                 self._announce(room)
             case None:
-                if frames[0] == b"None" and len(frames) > REGISTRATION_FRAMES:
+                if frames[0].isdigit():
+                    self.prefill.announced_stock(int(frames[0]))
+                elif frames[0] == b"None" and len(frames) > REGISTRATION_FRAMES:
                     logger.warning(
                         "decode node speaks another SmartGen version; it gets full transfers"
                     )

@@ -27,6 +27,7 @@ from sglang_smartgen.core.prefill_room import PrefillRoom as Machine
 from sglang_smartgen.engine.prefill_room import Outcome, PrefillRoom
 from sglang_smartgen.transfer.fences import Fencer, Key
 from sglang_smartgen.transfer.messages import Alive, Release
+from sglang_smartgen.transfer.push import PushRoom
 
 logger = logging.getLogger(__name__)
 
@@ -90,12 +91,20 @@ class PrefillRooms:
         with self._lock:
             return self._announced.get(number)
 
-    def begin(self, room: PrefillRoom) -> bool:
+    def forget_announced(self, number: int) -> None:
+        """D uses a number again, without SmartGen; a room that ended under it is of no concern."""
+        with self._lock:
+            room = self._announced.get(number)
+            if room is not None and room.machine.phase is PrefillPhase.GONE:
+                del self._announced[number]
+
+    def begin(self, room: PrefillRoom, push: PushRoom) -> bool:
         """Its request begins to prefill, with a store entry; False when the room has ended."""
         with self._lock:
             if not self._take(room):
                 return False
             room.machine.begin(time.monotonic())
+            room.push = push
             room.scheduler_holds = room.push_holds = True
             self.active[room.message.room] = room
             return True

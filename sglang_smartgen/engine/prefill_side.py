@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sglang_smartgen.config import ConfigError, SmartGenConfig
 from sglang_smartgen.core import prefill_room as core
-from sglang_smartgen.core.room_plan import RoomPlan
+from sglang_smartgen.engine.admission import Admission
 from sglang_smartgen.engine.layer_capture import LayerCapture
 from sglang_smartgen.engine.model_facts import ModelFacts
 from sglang_smartgen.engine.peers import Peers
@@ -46,7 +46,7 @@ from sglang_smartgen.transfer.messages import (
 from sglang_smartgen.transfer.push import GONE, PushRoom, PushWorker
 from sglang_smartgen.transfer.serve_channel import TransportSpec
 from sglang_smartgen.transfer.serve_parent import ServeError
-from sglang_smartgen.transfer.store import PrefillStore, StoreEntry
+from sglang_smartgen.transfer.store import PrefillStore
 from sglang_smartgen.transfer.store_server import StoreServer
 from sglang_smartgen.transfer.transport import Transport
 
@@ -57,28 +57,6 @@ FENCE_TIMEOUT_S = 30.0
 FINISHED_KEPT = 16
 LIMITS = core.PrefillLimits(lease_s=30.0, idle_s=1800.0, fence_retry_s=1.0, doubt_s=300.0)
 """D names its rooms every 2 s. doubt_s is more than D's quarantine: the slots are given up then."""
-
-
-class RoomGate:
-    """See push.Gate."""
-
-    def __init__(self, rooms: PrefillRooms, room: PrefillRoom, outcome: Outcome) -> None:
-        self._rooms = rooms
-        self._room = room
-        self._outcome = outcome
-
-    def live(self) -> bool:
-        """False once the room has ended, here or at SGLang."""
-        pushing = self._room.machine.phase is core.PrefillPhase.PUSHING
-        return pushing and self._outcome.live(self._room.message.room)
-
-    def began(self) -> bool:
-        """Leave for one write."""
-        return self._rooms.write_began(self._room)
-
-    def ended(self, done: bool) -> None:
-        """The write is complete, or its bytes may still land."""
-        self._rooms.write_ended(self._room, done)
 
 
 class PrefillSide:
@@ -122,7 +100,6 @@ class PrefillSide:
             on_busy=lambda busy: self.server.pushing(busy),
         )
         self._reply = reply
-        self._policy = PushPolicy(config, facts, selector, transport)
         self._peers = Peers(facts, selector.fingerprint())
         self._rooms = PrefillRooms(
             LIMITS,
@@ -135,11 +112,13 @@ class PrefillSide:
             start=self._start,
         )
         self._capture = LayerCapture(facts, self._push, self._rooms.active)
+        policy = PushPolicy(config, facts, selector, transport)
+        self._speed = policy.speed
+        self._admission = Admission(self.store, policy, self._rooms, outcome)
         self._counting = threading.Lock()  # there is a push thread a decode session
         self.bytes_proactive = 0
         self.bytes_metadata = 0
         self.finished: deque[dict[str, Any]] = deque(maxlen=FINISHED_KEPT)
-        self.fallbacks: dict[str, int] = {}
         self.server = self._start_server(process_transport, on_move)
 
     def _start_server(self, spec: TransportSpec | None, on_move: Callable[[], None]) -> StoreServer:
@@ -162,6 +141,11 @@ class PrefillSide:
             )
         except ServeError as error:
             raise ConfigError(f"store_server is 'process', which fails here: {error}") from None
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        """How often each reason sent a room to a full transfer."""
+        return self._admission.fallbacks
 
     @property
     def layers_swept(self) -> int:
@@ -195,6 +179,10 @@ class PrefillSide:
         )
         self._rooms.announce(PrefillRoom(machine, message, session, peer, endpoint, slots))
 
+    def announced_stock(self, room: int) -> None:
+        """D opened a room without SmartGen: what ended under that number before does not count."""
+        self._rooms.forget_announced(room)
+
     def submit(self, message: Fetch | Grant | Release | Alive) -> None:
         """A message of D that came to this process."""
         if isinstance(message, Release):
@@ -208,68 +196,7 @@ class PrefillSide:
 
     def begin(self, room: int, prompt_len: int) -> bool:
         """The request is about to prefill; False: stock full transfer, with the reason counted."""
-        announced = self._rooms.announced(room)
-        if announced is None:
-            return False
-        reason = self._obstacle(announced, prompt_len)
-        plan: RoomPlan | None = None
-        if reason is None:
-            try:
-                plan = self._policy.plan(announced.message, announced.session)
-            except ValueError as error:
-                reason = str(error)
-        entry = None if plan is None else self._open_entry(announced.message)
-        if entry is None or plan is None:
-            if self._rooms.go_stock(announced):
-                return self._fall_back(room, reason or "prefill store full")
-        else:
-            announced.push = self._make_push(announced, entry, plan)
-            if self._rooms.begin(announced):
-                return True
-            announced.push = None
-            for _ in ("scheduler", "push thread"):
-                self.store.release(entry)
-            self.store.drop(room, announced.message.generation)
-        # Not a stock transfer either: D has given the slots up.
-        cause = announced.machine.failure or "the decode node announced it again"
-        self._outcome.fail(room, cause)
-        return self._fall_back(room, "released")
-
-    def _obstacle(self, announced: PrefillRoom, prompt_len: int) -> str | None:
-        """Why an announced room cannot be SmartGen's, if it cannot."""
-        if announced.peer is None:
-            return "peer differs"
-        if prompt_len != announced.message.prompt_len:
-            return "prompt lengths differ"
-        if announced.message.room in self._rooms.active:
-            return "room still pushes"  # a client used its number again
-        return None
-
-    def _open_entry(self, message: OpenRoom) -> StoreEntry | None:
-        """A store entry held by scheduler and push thread; None when there is no room for it."""
-        room, generation, prompt_len = message.room, message.generation, message.prompt_len
-        return self.store.open(room, generation, prompt_len, users=2)
-
-    def _make_push(self, room: PrefillRoom, entry: StoreEntry, plan: RoomPlan) -> PushRoom:
-        message, peer = room.message, room.peer
-        assert peer is not None
-        return PushRoom(
-            entry=entry,
-            plan=plan,
-            peer=peer,
-            reply=room.endpoint,
-            slots=room.slots,
-            row=message.row,
-            with_metadata=message.metadata,
-            keep=message.keep and not plan.whole,
-            gate=RoomGate(self._rooms, room, self._outcome),
-            verify=message.verify,
-        )
-
-    def _fall_back(self, room: int, reason: str) -> bool:
-        self.fallbacks[reason] = self.fallbacks.get(reason, 0) + 1
-        logger.info("room %s: full transfer, reason: %s", room, reason)
-        return False
+        return self._admission.begin(room, prompt_len)
 
     def set_batch(self, rooms: list[int | None]) -> None:
         """The rooms of the batch that runs next, in the order of its rows."""
@@ -294,7 +221,7 @@ class PrefillSide:
         self._capture.sweep(state, slots)
         if state.began is not None:
             state.push.prefill_s = time.monotonic() - state.began
-            self._policy.speed.learn(state.push.entry.prompt_len, state.push.prefill_s)
+            self._speed.learn(state.push.entry.prompt_len, state.push.prefill_s)
         self._finish(state)
         self.let_go(room)
 

@@ -305,6 +305,18 @@ def test_a_release_that_overtakes_its_room_keeps_it_from_beginning(bench: Bench)
     bench.begun(generation=2)  # the number is used again
 
 
+def test_a_number_that_is_used_again_without_smartgen_goes_stock(bench: Bench) -> None:
+    bench.announce()
+    bench.release()
+    assert bench.reply() == Released(ROOM, 1)
+    bench.side.announced_stock(ROOM)
+    assert not bench.side.begin(ROOM, 5)
+    assert bench.outcome.failed == [(ROOM, GIVEN_UP)] and bench.side.fallbacks == {}
+    bench.announce(generation=2)
+    bench.side.announced_stock(ROOM)  # a room that lives stays
+    assert bench.side.begin(ROOM, TOKENS)
+
+
 def test_a_failed_hand_over_ends_the_room_though_it_is_served(bench: Bench) -> None:
     def broken(push: PushRoom) -> None:
         push.ended_early = "hand-over to d failed: no route"
