@@ -56,16 +56,17 @@ def read_prefill(
 ) -> Message | PeerFrames | RoomFrames | None:
     """What of a message to P is SmartGen's: a message of its own, or the part behind SGLang's.
 
-    sealer, at: as in `messages.from_frames`.
+    sealer, at: as in `messages.from_frames`; with a sealer the whole of SGLang's message is refused
+    when it has no seal.
     None: nothing, or it is of another version of SmartGen (the peer then gets full transfers).
     Raises MessageError.
     """
     head = frames[0] if frames else b""
     if head == TAG:
         return from_frames(frames, sealer, at)
-    if head == b"None" and len(frames) > REGISTRATION_FRAMES:
+    if head == b"None":
         return _peer(frames, sealer)
-    if head.isdigit() and len(frames) > METADATA_FRAMES:
+    if head.isdigit():
         return _room(frames, sealer)
     return None
 
@@ -85,6 +86,16 @@ def check_room(message: OpenRoom, registration: Registration) -> None:
             f"the masks of {registration.session}, {registration.mask_rows} rows of "
             f"{registration.mask_width}"
         )
+
+
+def sender_of(frames: list[bytes]) -> tuple[int, Endpoint] | None:
+    """Room and decode rank of a metadata message that was refused, where it says so."""
+    try:
+        if len(frames) >= METADATA_FRAMES and frames[0].isdigit() and len(frames[0]) <= 20:
+            return int(frames[0]), _endpoint(frames)
+    except MessageError:
+        pass
+    return None
 
 
 def _peer(frames: list[bytes], sealer: Sealer | None) -> PeerFrames | None:

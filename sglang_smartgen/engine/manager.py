@@ -14,8 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVReceiver
-from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+from sglang.srt.disaggregation.common.conn import ABORT_TAG, CommonKVReceiver
+from sglang.srt.disaggregation.mooncake.conn import (
+    KVArgsRegisterInfo,
+    MooncakeKVManager,
+    TransferInfo,
+)
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
 from sglang.srt.utils.network import NetworkAddress
@@ -32,6 +36,7 @@ from sglang_smartgen.engine.frames import (
     check_room,
     read_decode,
     read_prefill,
+    sender_of,
 )
 from sglang_smartgen.engine.model_facts import ModelFacts
 from sglang_smartgen.engine.prefill_side import PrefillSide
@@ -134,15 +139,33 @@ class SmartGenKVManager(MooncakeKVManager):
             frames = receive()
             if frames is None:
                 return None
+            if self.prefill is not None and not sglang_can_read(frames):
+                logger.warning("SmartGen: dropped a message of %d foreign frames", len(frames))
+                return None
             try:
                 return None if filter_(frames) else frames
             except Exception as error:
-                # An exception would end SGLang's thread, and with it every later handshake. Its
-                # own part of a message still counts: without ours the request goes stock.
+                # An exception would end SGLang's thread, and with it every later handshake.
                 logger.warning("SmartGen: ignored (part of) a message: %s", error)
+                if self.sealer is not None and self.prefill is not None:
+                    self._refuse(frames, str(error))
+                    return None
+                # SGLang's own part still counts: without ours the request goes stock.
                 return None if frames[0] == TAG else frames
 
         return receive_filtered
+
+    def _refuse(self, frames: list[bytes], cause: str) -> None:
+        """Tell whoever sent it. Nothing changes here: it could name anybody's room."""
+        sender = sender_of(frames)
+        if sender is not None:
+            room, endpoint = sender
+            self.send_kv_status_message(
+                targets=[(endpoint.host, endpoint.port)],
+                bootstrap_room=room,
+                status=KVPoll.Failed,
+                failure_reason=f"room {room}, prefill rank {self.attn_tp_rank}: {cause}",
+            )
 
     def _filter_prefill(self, frames: list[bytes]) -> bool:
         """True when the message was SmartGen's alone."""
@@ -233,8 +256,6 @@ class SmartGenKVManager(MooncakeKVManager):
         """SGLang's metadata with the room's OpenRoom behind it, when the receiver set one."""
         frames: list[bytes] = super().build_receiver_metadata_message(**named)
         assert len(frames) == METADATA_FRAMES
-        if self.open_message is None:
-            return frames
         return seal_behind(frames, self.open_message, self.sealer)
 
     # Outcome of P's pushes ------------------------------------------------------------------
@@ -336,3 +357,17 @@ class SmartGenKVManager(MooncakeKVManager):
             if not self.live(room):
                 self.prefill.cancel(room)
         return handled
+
+
+def sglang_can_read(frames: list[bytes]) -> bool:
+    """Whether a message to P is one that SGLang's bootstrap thread does not die of (or ours)."""
+    try:
+        if frames[0] == b"None":
+            KVArgsRegisterInfo.from_zmq(frames)
+        elif frames[0].isdigit():
+            TransferInfo.from_zmq(frames)
+        else:
+            return frames[0] in (TAG, ABORT_TAG)
+    except Exception:
+        return False
+    return True

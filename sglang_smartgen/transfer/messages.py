@@ -300,19 +300,20 @@ def from_frames(
     return unpack(frames[2])
 
 
-def seal_behind(frames: list[bytes], message: Message, sealer: Sealer | None) -> list[bytes]:
-    """SGLang's frames with a message behind them, and with `sealer` its seal over all of them."""
-    payload = pack(message)
+def seal_behind(frames: list[bytes], message: Message | None, sealer: Sealer | None) -> list[bytes]:
+    """SGLang's frames with a message (maybe none) behind them, and its seal over all of them."""
+    payload = b"" if message is None else pack(message)
     if sealer is None:
-        return [*frames, payload]
+        return [*frames, payload] if payload else frames
     return [*frames, payload, sealer.seal(payload, digest(frames))]
 
 
-def unseal_behind(frames: list[bytes], count: int, sealer: Sealer | None) -> Message:
-    """The message behind SGLang's `count` frames. Raises MessageError."""
+def unseal_behind(frames: list[bytes], count: int, sealer: Sealer | None) -> Message | None:
+    """The message behind SGLang's `count` frames; None where there is none. Raises MessageError."""
+    payload = frames[count] if len(frames) > count else b""
     if sealer is not None:
-        _check(sealer, frames[count + 1 :], frames[count], digest(frames[:count]))
-    return unpack(frames[count])
+        _check(sealer, frames[count + 1 :], payload, digest(frames[:count]))
+    return unpack(payload) if payload else None
 
 
 def _where(endpoint: Endpoint | None) -> bytes:

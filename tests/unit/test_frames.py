@@ -27,6 +27,7 @@ from sglang_smartgen.engine.frames import (
     check_room,
     read_decode,
     read_prefill,
+    sender_of,
 )
 from sglang_smartgen.transfer.messages import (
     VERSION,
@@ -49,6 +50,7 @@ from sglang_smartgen.transfer.messages import (
     Started,
     from_frames,
     pack,
+    seal_behind,
     to_frames,
     unpack,
 )
@@ -144,6 +146,37 @@ def test_what_is_sglangs_is_left_alone() -> None:
 def test_a_selector_without_metadata_has_no_address() -> None:
     empty = structs.replace(REGISTRATION, metadata=[0], metadata_row_bytes=0)
     assert isinstance(read_prefill(registration_frames(empty)), PeerFrames)
+
+
+# With a token.
+
+SEALER = Sealer(b"a token of a cluster")
+
+
+def test_sealed_messages_are_read_once() -> None:
+    frames = seal_behind(registration_frames()[:-1], REGISTRATION, SEALER)
+    assert isinstance(read_prefill(frames, SEALER, D_END), PeerFrames)
+    with pytest.raises(MessageError, match="replay"):
+        read_prefill(frames, SEALER, D_END)
+    frames = seal_behind(room_frames()[:-1], OPEN, SEALER)
+    assert isinstance(read_prefill(frames, SEALER, D_END), RoomFrames)
+    # A prompt that is too short for SmartGen proves where it is from all the same.
+    assert read_prefill(seal_behind(room_frames()[:-1], None, SEALER), SEALER, D_END) is None
+    assert read_prefill([b"ABORT", b"7"], SEALER, D_END) is None
+
+
+@pytest.mark.parametrize("make", [registration_frames, room_frames])
+def test_without_a_seal_not_even_sglangs_part_is_taken(make: Callable[[], list[bytes]]) -> None:
+    whole = make()
+    for frames in (whole, whole[:-1], [*whole, b""], [*whole, bytes(64)], whole[:3]):
+        with pytest.raises(MessageError, match=r"without a seal|seal is wrong"):
+            read_prefill(frames, SEALER, D_END)
+        if frames[0] == b"None" or len(frames) < METADATA_FRAMES:
+            assert sender_of(frames) is None
+        else:
+            assert sender_of(frames) == (ROOM, D_END)
+    assert sender_of([b"7" * 21, *whole[1:]]) is None
+    assert sender_of([b"7", b"\xff", *whole[2:]]) is None
 
 
 # Ranges.
@@ -309,9 +342,10 @@ def test_with_a_token_none_is_believed_and_nothing_is_remembered() -> None:
     def parse(frames: list[bytes]) -> None:
         for read in (read_prefill, read_decode):
             try:
-                assert read(frames, sealer, D_END) is None
+                found = read(frames, sealer, D_END)
             except MessageError:
                 continue
+            assert found is None and frames[0] != b"SMARTGEN"
 
     each(parse)()
     assert not sealer._senders

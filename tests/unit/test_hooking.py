@@ -127,6 +127,11 @@ HookRegistry.apply_hooks()
 answer["after"] = {role: refusal(verify, role) for role in ("prefill", "decode")}
 import textwrap
 answer["call"] = [textwrap.dedent(" a"), hooking.fired["textwrap.dedent"]]
+from sglang_smartgen.engine.manager import sglang_can_read
+room = [b"7", b"h", b"1", b"s", b"\\0" * 8, b"0", b"", b"1", b"", b""]
+messages = [room, [b"SMARTGEN"], [b"ABORT"], [], [b""], [b"x"], [b"\\xff"], [b"7"], [b"None"],
+            room[:7], [*room[:4], b"\\0" * 7, *room[5:]], [*room[:7], b"x", *room[8:]]]
+answer["read"] = [sglang_can_read(frames) for frames in messages]
 answer["options"] = [field.name for field in msgspec.structs.fields(ServerArgs)]
 json.dump(answer, sys.stdout)
 """
@@ -153,6 +158,10 @@ def test_the_table_fits_the_pinned_sglang(probe: dict[str, Any]) -> None:
     from sglang_smartgen.plugin import HOOKS
 
     assert probe["registered"] == sorted({*(h.target for h in HOOKS), "textwrap.dedent"})
+
+
+def test_what_sglangs_bootstrap_thread_would_die_of_is_known(probe: dict[str, Any]) -> None:
+    assert probe["read"] == [True] * 3 + [False] * 9
 
 
 def test_a_bad_hook_keeps_all_from_being_registered(probe: dict[str, Any]) -> None:
