@@ -78,6 +78,7 @@ def checks(args: argparse.Namespace) -> list[tuple[str, Check]]:
         ("machine", doctor_machine.check_limits),
         ("network", doctor_machine.check_rdma),
         ("network", doctor_machine.check_network),
+        ("network", doctor_machine.check_token),
         ("ports", functools.partial(doctor_machine.check_ports, args.ports)),
         ("files", functools.partial(doctor_files.check, files)),
     ]

@@ -124,6 +124,22 @@ def check_limits() -> Iterator[Finding]:
         )
 
 
+def check_token() -> Iterator[Finding]:
+    """Whether control messages are authenticated."""
+    from sglang_smartgen.transfer.seal import TOKEN_ENV, sealer_from_env
+
+    try:
+        sealer = sealer_from_env()
+    except ValueError as problem:
+        yield error("network", TOKEN_ENV, str(problem), "export one: openssl rand -hex 32")
+        return
+    if sealer is None:
+        text = "is not set; anybody who reaches these ports is believed"
+        yield ok("network", TOKEN_ENV, f"{text} (docs/security.md)")
+    else:
+        yield ok("network", TOKEN_ENV, "is set; it must be the same on every node")
+
+
 def _mooncake_range() -> tuple[int, int]:
     def number(name: str, default: int) -> int:
         text = os.environ.get(name, "").strip()

@@ -96,6 +96,15 @@ def test_every_metric_is_on_the_dashboard() -> None:
     assert shown == {metric.name for metric in TABLE}
 
 
+def test_every_metric_is_in_the_documentation() -> None:
+    text = (DEPLOY.parent / "docs" / "metrics.md").read_text()
+    for metric in TABLE:
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        roles = ", ".join(metric.roles)
+        row = f"| `{metric.name}` | {metric.kind} | {roles} | {labels} | {metric.help} |"
+        assert row in text.splitlines(), metric.name
+
+
 def test_alerts_are_complete() -> None:
     names = [rule["alert"] for rule in alerts()]
     assert len(names) == len(set(names)) >= 5

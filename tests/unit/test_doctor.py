@@ -253,6 +253,13 @@ def test_refused_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"].state == "error"
 
 
+def test_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    for token, state in (("", "ok"), ("short", "error"), ("long enough to be one", "ok")):
+        monkeypatch.setenv("SMARTGEN_TOKEN", token)
+        finding = by_name(doctor_machine.check_token())["SMARTGEN_TOKEN"]
+        assert finding.state == state and (not token or token not in finding.text)
+
+
 # Files.
 
 
