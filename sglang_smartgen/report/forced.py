@@ -30,7 +30,7 @@ def force(
     answer: Sequence[int],
     spare: int,
     smartgen: Mapping[str, Any] | None = None,
-    timeout_s: float = 600.0,
+    timeout_s: float = 1800.0,
 ) -> Forced:
     """Make the server at `url` answer `prompt` with `answer`: a step for each token but the first.
 
