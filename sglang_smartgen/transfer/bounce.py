@@ -2,7 +2,7 @@
 
 After a failed write late bytes may still be read from it, so it is set aside until a fence to that
 peer has passed, and a fresh one takes its place. Gathering and retiring belong to one thread, the
-serve thread; `retired` and `fenced` are the settler's.
+session's serve thread; `retired` and `fenced` are the fence thread's.
 """
 
 from __future__ import annotations

@@ -305,6 +305,24 @@ def test_a_release_that_overtakes_its_room_keeps_it_from_beginning(bench: Bench)
     bench.begun(generation=2)  # the number is used again
 
 
+def test_a_release_that_overtook_the_hand_over_does_not_pass_for_its_end(bench: Bench) -> None:
+    """A server process settled it before the entry came: it serves on and must be stopped."""
+    bench.begun()
+    bench.layers()
+    bench.finish()
+    bench.end()
+    told: list[Release] = []
+    submit = bench.side.server.submit
+    bench.side.server.submit = told.append  # type: ignore[method-assign,assignment]
+    release = Release(ROOM, 1, "d", D_END)
+    bench.side._released(release, False)
+    assert told == [release] and bench.replies.empty() and bench.side.store.rooms == 1
+    bench.side.server.submit = submit  # type: ignore[method-assign]
+    bench.side._released(release, True)  # the answer to that
+    assert bench.reply() == Released(ROOM, 1)
+    bench.closed()
+
+
 def test_a_number_that_is_used_again_without_smartgen_goes_stock(bench: Bench) -> None:
     bench.announce()
     bench.release()
