@@ -43,7 +43,7 @@ from sglang_smartgen.transfer.messages import (
     Release,
     Released,
 )
-from sglang_smartgen.transfer.push import GONE, PushRoom, PushWorker
+from sglang_smartgen.transfer.push import GONE, Peer, PushRoom, PushWorker
 from sglang_smartgen.transfer.serve_channel import TransportSpec
 from sglang_smartgen.transfer.serve_parent import ServeError
 from sglang_smartgen.transfer.store import PrefillStore
@@ -166,6 +166,10 @@ class PrefillSide:
         self.server.add_peer(registration)
         self._rooms.peer_replaced(registration.session, registration.epoch)
         return True
+
+    def peer(self, session: str) -> Peer | None:
+        """The registered decode rank of a session."""
+        return self._peers.get(session)
 
     def announce(
         self, message: OpenRoom, session: str, endpoint: Endpoint, slots: npt.NDArray[np.int64]
