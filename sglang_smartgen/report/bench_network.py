@@ -56,6 +56,7 @@ QUICK_REST_S = 40.0  # of the rest; 20 s are for the start of Python and the end
 SHAPING = "tbf on the loopback of a network namespace, MTU 1500"
 NOT_SHAPED = "none: the machine's own loopback"
 TEXT = "novel Emma"
+PAIR_GB = 6  # of the small model of this project, measured
 APART = 977  # tokens between the beginnings of the prompts of a batch
 
 
@@ -145,6 +146,13 @@ def grid_of(args: argparse.Namespace) -> Grid:
     )
 
 
+def available_gb() -> float:
+    """Memory in GB that the kernel would give to new programs."""
+    import psutil
+
+    return float(psutil.virtual_memory().available) / 1e9
+
+
 def batch_prompts(body: Sequence[int], tokens: int, batch: int) -> list[list[int]]:
     """`batch` prompts of `tokens` ids of a text, read on from its start; no two begin alike."""
     found: list[list[int]] = []
@@ -228,6 +236,8 @@ class Bench:
     def _measure(self, left: list[Cell]) -> None:
         wanted = {self._pair_name(cell) for cell in left}
         self._say(f"starting {len(wanted)} pairs")
+        if (free := available_gb()) < PAIR_GB * len(wanted):
+            self._say(f"only {free:.0f} GB of memory are free; a pair takes some {PAIR_GB} GB")
         pairs.start_all([pair for name, pair in self._pairs.items() if name in wanted])
         for name in wanted:
             self._warm_up(name)
