@@ -54,6 +54,7 @@ QUICK = {
 QUICK_S = 660.0  # of 12 minutes
 QUICK_REST_S = 40.0  # of the rest; 20 s are for the start of Python and the end of the servers
 SHAPING = "tbf on the loopback of a network namespace, MTU 1500"
+DUPLEX = "htb on the loopback of a network namespace, MTU 1500, a class for each direction"
 NOT_SHAPED = "none: the machine's own loopback"
 TEXT = "novel Emma"
 PAIR_GB = 6  # of the small model of this project, measured
@@ -81,6 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--speculative-ratio",
         default=cells.ADAPTIVE,
         help="list: shares of all blocks a step (credit fixed), or adaptive (%(default)s)",
+    )
+    parser.add_argument(
+        "--duplex",
+        action="store_true",
+        help="hold each direction to the rate by itself and HTTP to none (default: one bucket)",
     )
     parser.add_argument("--blocks-per-layer", type=int, help="M of the pair (default: its own)")
     parser.add_argument("--steps", type=int, default=64, help="tokens of an answer (%(default)s)")
@@ -194,7 +200,9 @@ class Bench:
             "model": self._model.name,
             "config": self._config,
             "env": pairs.SLOW_ENV,
-            "network": SHAPING if shaped.is_adjustable() else NOT_SHAPED,
+            "network": (DUPLEX if args.duplex else SHAPING)
+            if shaped.is_adjustable()
+            else NOT_SHAPED,
             "machine": machine_facts(),
         }
         self._rows: list[dict[str, Any]] = []
@@ -202,7 +210,14 @@ class Bench:
             self._rows = cells.read_rows(args.out)
             self._check_file(args.out)
         room = int(1.5 * max(grid.batch) * longest)
-        self._pairs = pairs.pairs_of(self._model, self._config, log_dir, max(8192, room), self._say)
+        self._pairs = pairs.pairs_of(
+            self._model,
+            self._config,
+            log_dir,
+            max(8192, room),
+            self._say,
+            decode_host=shaped.DECODE_HOST if args.duplex else None,
+        )
         self._dead: dict[str, str] = {}
         self._rate: int | None = None
         self._settled = False
@@ -266,7 +281,7 @@ class Bench:
             if name in self._dead:
                 raise ClusterError(self._dead[name])
             if cell.mbit != self._rate and shaped.is_adjustable():
-                shaped.set_rate(cell.mbit)
+                shaped.set_rate(cell.mbit, self._args.duplex)
                 self._rate, self._settled = cell.mbit, False
             if pair.make_ready(self._prompts(pairs.WARM_UP_TOKENS, 1)[0]):
                 self._warm_up(name)

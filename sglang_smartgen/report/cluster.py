@@ -26,7 +26,7 @@ from sglang_smartgen.config import CONFIG_ENV
 from sglang_smartgen.report.processes import ServerProcess, stop
 
 ROLES = ("prefill", "decode", "router")
-PORTS = range(20000, 32000)  # below the ports that the kernel gives to outgoing connections
+PORTS = range(20480, 32000)  # below the ports that the kernel gives to outgoing connections
 POLL_S = 0.5
 HEALTH_S = 30.0  # a /health answer of SGLang takes 1 to 20 s: it generates a token
 
@@ -41,8 +41,9 @@ class ClusterError(RuntimeError):
 class Cluster:
     """A running prefill and decode pair behind SGLang's mini router, all on `host`.
 
-    config: SmartGen's configuration of both sides, None = stock SGLang; `decode_config` replaces it
-    on the decode side where it is given. prefill_args, decode_args: flags for SGLang behind ours.
+    decode_host: another address of this machine, for the decode server alone. config: SmartGen's
+    configuration of both sides, None = stock SGLang; `decode_config` replaces it on the decode side
+    where it is given. prefill_args, decode_args: flags for SGLang behind ours.
     Enter (or `start`) raises ClusterError when a process ends or `start_timeout_s` passes.
     """
 
@@ -56,12 +57,14 @@ class Cluster:
         decode_args: Sequence[str] = (),
         decode_config: dict[str, Any] | None = None,
         host: str = "127.0.0.1",
+        decode_host: str | None = None,
         max_total_tokens: int = 20000,
         start_timeout_s: float = 600.0,
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.model = str(model)
         self.host = host
+        self._hosts = dict.fromkeys(ROLES, host) | {"decode": decode_host or host}
         self.log_dir = Path(log_dir).resolve()
         self._configs = {
             "prefill": config,
@@ -178,7 +181,7 @@ class Cluster:
     @property
     def urls(self) -> dict[str, str]:
         """HTTP addresses of `prefill`, `decode` and `router`."""
-        return {role: f"http://{self.host}:{self._ports[role]}" for role in ROLES}
+        return {role: f"http://{self._hosts[role]}:{self._ports[role]}" for role in ROLES}
 
     @property
     def url(self) -> str:
@@ -205,7 +208,7 @@ class Cluster:
         command = [
             *python,
             "sglang_smartgen.launch_server",
-            *("--model-path", self.model, "--host", self.host, "--port", port),
+            *("--model-path", self.model, "--host", self._hosts[role], "--port", port),
             *("--disaggregation-mode", role, "--disaggregation-transfer-backend", "mooncake"),
             *("--nccl-port", str(self._ports[f"{role} nccl"])),
             # The share counts what other processes use; --max-total-tokens sets the pool's size.
@@ -228,8 +231,8 @@ class Cluster:
             **os.environ,
             "PATH": os.pathsep.join([programs, os.environ.get("PATH", os.defpath)]),
             "PYTHONSAFEPATH": "1",  # else a folder `triton_kernels` could be imported from the top
-            "SGLANG_HOST_IP": self.host,
-            "HOST_IP": self.host,
+            "SGLANG_HOST_IP": self._hosts[role],
+            "HOST_IP": self._hosts[role],
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "SGLANG_CPU_OMP_THREADS_BIND": str(core),

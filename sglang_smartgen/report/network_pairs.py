@@ -277,8 +277,9 @@ def pairs_of(
     max_total_tokens: int,
     say: Callable[[str], None],
     args: Sequence[str] = (),
+    decode_host: str | None = None,
 ) -> dict[str, Pair]:
-    """The SmartGen pair and the stock pair by name, not started."""
+    """The SmartGen pair and the stock pair by name, not started; `args` are SGLang's flags."""
 
     def maker(name: str, settings: dict[str, Any] | None) -> Callable[[], Cluster]:
         return lambda: Cluster(
@@ -289,6 +290,7 @@ def pairs_of(
             env=SLOW_ENV,
             prefill_args=args,
             decode_args=args,
+            decode_host=decode_host,
         )
 
     return {

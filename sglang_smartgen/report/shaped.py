@@ -21,7 +21,10 @@ SHAPED_ENV = "SMARTGEN_SHAPED_MBIT"
 ADJUSTABLE = "adjustable"
 TOOLS = ("unshare", "ip", "tc")
 BUCKET_S = 0.004
+QUEUE_S = 0.2  # of the rate: what waits before packets are dropped
 LARGEST_PACKET = 65536
+DECODE_HOST = "127.0.0.2"  # of a decode server whose direction is to have its own bucket
+HTTP_PORTS = (("0x5000", "0xf000"), ("0x6000", "0xe000"))  # 20480 to 32767
 _SBIN = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 
@@ -62,17 +65,23 @@ def is_adjustable() -> bool:
     return os.environ.get(SHAPED_ENV) == ADJUSTABLE
 
 
-def set_rate(mbit: int | None) -> None:
+def set_rate(mbit: int | None, duplex: bool = False) -> None:
     """Hold loopback to `mbit` Mbit/s from now on, None: to nothing. Only after `enter_adjustable`.
 
-    Raises ConfigError when the kernel refuses.
+    duplex: what goes to DECODE_HOST has a bucket of its own and everything else another, as on a
+    full-duplex link, and HTTP (the servers' ports, see `cluster.PORTS`) has none, as if clients
+    came by another network. Else one bucket holds it all. Raises ConfigError when the kernel
+    refuses.
     """
     if not is_adjustable():
         raise ConfigError("the rate of this machine's own loopback is never changed")
-    line = "tc qdisc replace dev lo root noqueue" if mbit is None else _bucket("replace", mbit)
-    done = subprocess.run(line.split(), capture_output=True, text=True, env=_tools_env())
-    if done.returncode:
-        raise ConfigError(f"--mbit is {mbit}; {line!r} failed: {done.stderr.strip()}")
+    lines = ["tc qdisc replace dev lo root noqueue"]
+    if mbit is not None:
+        lines = [*lines, *_classes(mbit)] if duplex else [_bucket("replace", mbit)]
+    for line in lines:
+        done = subprocess.run(line.split(), capture_output=True, text=True, env=_tools_env())
+        if done.returncode:
+            raise ConfigError(f"--mbit is {mbit}; {line!r} failed: {done.stderr.strip()}")
 
 
 def loopback_bytes() -> int:
@@ -103,6 +112,30 @@ def _start_again(mark: str, given: str) -> NoReturn:
 def _bucket(verb: str, mbit: int) -> str:
     bucket = max(LARGEST_PACKET, int(mbit * 1e6 / 8 * BUCKET_S))
     return f"tc qdisc {verb} dev lo root tbf rate {mbit}mbit burst {bucket} latency 200ms"
+
+
+def _classes(mbit: int) -> list[str]:
+    """The commands that give each direction a bucket and HTTP a way around both."""
+    burst = max(LARGEST_PACKET, int(mbit * 1e6 / 8 * BUCKET_S))
+    queue = int(mbit * 1e6 / 8 * QUEUE_S)
+    lines = ["tc qdisc replace dev lo root handle 1: htb default 30"]
+    for number, rate in ((10, "100gbit"), (20, f"{mbit}mbit"), (30, f"{mbit}mbit")):
+        lines.append(
+            f"tc class add dev lo parent 1: classid 1:{number} htb rate {rate} "
+            f"burst {burst} cburst {burst} quantum 60000"
+        )
+    lines += [
+        f"tc qdisc add dev lo parent 1:{number} bfifo limit {max(queue, 2 * LARGEST_PACKET)}"
+        for number in (20, 30)
+    ]
+    to_http = "tc filter add dev lo parent 1: protocol ip prio 1 u32 match ip"
+    for value, mask in HTTP_PORTS:
+        lines += [f"{to_http} {end} {value} {mask} flowid 1:10" for end in ("sport", "dport")]
+    lines.append(
+        f"tc filter add dev lo parent 1: protocol ip prio 2 u32 match ip dst {DECODE_HOST}/32 "
+        "flowid 1:20"
+    )
+    return lines
 
 
 def _tools_env() -> dict[str, str]:

@@ -38,7 +38,7 @@ class World:
         self.broken: Callable[[Cell], bool] = lambda cell: False
         self.dead: set[str] = set()
 
-    def pairs(self, *_: Any) -> dict[str, Pair]:
+    def pairs(self, *_: Any, **__: Any) -> dict[str, Pair]:
         return {name: Pair(self, name) for name in ("smartgen", "stock")}
 
     def measure(
@@ -84,7 +84,7 @@ def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
     made = World()
     (tmp_path / "config.json").write_text(json.dumps(FACTS))
     monkeypatch.setenv(shaped.SHAPED_ENV, shaped.ADJUSTABLE)
-    monkeypatch.setattr(shaped, "set_rate", lambda mbit: made.log.append(f"rate {mbit}"))
+    monkeypatch.setattr(shaped, "set_rate", lambda mbit, _: made.log.append(f"rate {mbit}"))
     monkeypatch.setattr(bench_network, "ensure_model", lambda: tmp_path)
     monkeypatch.setattr(bench_network.prompts, "load_tokenizer", lambda model: Letters())
     monkeypatch.setattr(pairs, "pairs_of", made.pairs)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import NamedTuple
 
 import pytest
 
 from sglang_smartgen.config import ConfigError
 from sglang_smartgen.report import shaped
 from sglang_smartgen.report.bench_fill import LinkMeter
+from sglang_smartgen.report.cluster import PORTS
 
 
 def test_no_rate_and_the_rate_that_holds_already_change_nothing(
@@ -56,3 +58,37 @@ def test_how_busy_a_link_was() -> None:
     assert meter.busy(8, 3.0) == pytest.approx(1.0)
     assert meter.busy(8, 4.0) == pytest.approx(0.5)
     assert meter.busy(None, 3.0) is None and meter.busy(8, None) is None
+
+
+class Ran(NamedTuple):
+    returncode: int
+    stderr: str
+
+
+def test_a_rate_is_one_bucket_or_one_for_each_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[list[str]] = []
+
+    def ran(line: list[str], **_: object) -> Ran:
+        lines.append(line)
+        return Ran(0, "")
+
+    monkeypatch.setenv(shaped.SHAPED_ENV, shaped.ADJUSTABLE)
+    monkeypatch.setattr(shaped.subprocess, "run", ran)
+    shaped.set_rate(20)
+    shaped.set_rate(None, duplex=True)
+    assert [line[6:] for line in lines] == [
+        ["tbf", "rate", "20mbit", "burst", "65536", "latency", "200ms"],
+        ["noqueue"],
+    ]
+    lines.clear()
+    shaped.set_rate(20, duplex=True)
+    classes = [line[line.index("rate") + 1] for line in lines if line[1] == "class"]
+    assert classes == ["100gbit", "20mbit", "20mbit"]
+    assert f"{shaped.DECODE_HOST}/32" in lines[-1] and lines[-1][-1] == "1:20"
+    assert {int(value, 16) & int(mask, 16) for value, mask in shaped.HTTP_PORTS} == {
+        PORTS.start & 0xF000,
+        PORTS[-1] & 0xE000,
+    }
+    monkeypatch.setattr(shaped.subprocess, "run", lambda *_, **__: Ran(2, "unknown qdisc\n"))
+    with pytest.raises(ConfigError, match=r"--mbit is 20; 'tc qdisc .* failed: unknown qdisc"):
+        shaped.set_rate(20)
