@@ -21,12 +21,19 @@ LATENCY_S = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.125, 0.25, 0.5, 
 SHARES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 CAUSES = {
+    "differs from P's": "kv_differs",
     "no answer from prefill": "timeout",
+    "did not start within": "timeout",
+    "took too long": "timeout",
+    "is silent": "peer_silent",
+    "prefill node ended": "peer_ended",
+    "was restarted": "peer_ended",
     "cannot reach": "unreachable",
     "has ended": "server_ended",
     "arena slab": "arena_full",
     "store entry is gone": "store_entry_gone",
     "write failed": "write_failed",
+    "a write to": "write_failed",
     "push to": "write_failed",
     "aux data": "write_failed",
     "hand-over": "hand_over",
@@ -39,6 +46,7 @@ CAUSES = {
     "not all pushed": "internal",
     "push failed": "internal",
     "fetch failed": "internal",
+    "lookahead": "internal",
     "the request": "request_ended",
 }
 """Part of a failure's sentence -> its class; the first that is found counts."""

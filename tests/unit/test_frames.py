@@ -270,6 +270,7 @@ SAMPLES: list[Message] = [
     Released(ROOM, 9),
     Alive("d", 7, [(ROOM, 9)]),
 ]
+assert {type(sample) for sample in SAMPLES} == set(Message.__args__)
 WHOLE = [*(to_frames(message) for message in SAMPLES), registration_frames(), room_frames()]
 
 
@@ -367,7 +368,7 @@ def test_no_message_about_rooms_that_are_not_there_changes_a_side(
             to_p, to_d = read_prefill(frames), read_decode(frames)
         except MessageError:
             continue
-        if isinstance(to_p, Fetch | Grant | Release):
+        if isinstance(to_p, Fetch | Grant | Release | Alive):
             prefill.side.submit(to_p)
         if to_d is not None and not isinstance(to_d, Hello):
             decode.side.on_message(to_d)
