@@ -8,6 +8,7 @@ unchanged.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Callable
@@ -58,6 +59,7 @@ from sglang_smartgen.transfer.messages import (
     to_frames,
 )
 from sglang_smartgen.transfer.mooncake import MooncakeTransport
+from sglang_smartgen.transfer.notices import Notices
 from sglang_smartgen.transfer.push import PushRoom
 from sglang_smartgen.transfer.serve_channel import TransportSpec
 
@@ -79,6 +81,7 @@ class SmartGenKVManager(MooncakeKVManager):
         self.causes: dict[int, str] = {}
         self.greeted: dict[str, Endpoint] = {}  # decode session -> where it listens
         self.sealer = runtime.sealer()
+        self.notices = Notices()  # of the bootstrap thread
         super().__init__(args, disaggregation_mode, *rest, **named)
 
     def register_buffer_to_engine(self) -> None:
@@ -158,14 +161,17 @@ class SmartGenKVManager(MooncakeKVManager):
     def _refuse(self, frames: list[bytes], cause: str) -> None:
         """Tell whoever sent it. Nothing changes here: it could name anybody's room."""
         sender = sender_of(frames)
-        if sender is not None:
-            room, endpoint = sender
-            self.send_kv_status_message(
-                targets=[(endpoint.host, endpoint.port)],
-                bootstrap_room=room,
-                status=KVPoll.Failed,
-                failure_reason=f"room {room}, prefill rank {self.attn_tp_rank}: {cause}",
-            )
+        if sender is None:
+            return
+        room, endpoint = sender
+        parts = self._encode_kv_status_message(
+            bootstrap_room=room,
+            status=KVPoll.Failed,
+            failure_reason=f"room {room}, prefill rank {self.attn_tp_rank}: {cause}",
+        )
+        with contextlib.suppress(ValueError):  # a host that is none
+            address = NetworkAddress(endpoint.host, endpoint.port)
+            self.notices.send(address.to_tcp(), parts, ipv6=address.is_ipv6)
 
     def _filter_prefill(self, frames: list[bytes]) -> bool:
         """True when the message was SmartGen's alone."""
