@@ -164,11 +164,12 @@ class SmartGenKVManager(MooncakeKVManager):
         if sender is None:
             return
         room, endpoint = sender
+        reason = f"room {room}, prefill rank {self.attn_tp_rank}: {cause}"
         parts = self._encode_kv_status_message(
-            bootstrap_room=room,
-            status=KVPoll.Failed,
-            failure_reason=f"room {room}, prefill rank {self.attn_tp_rank}: {cause}",
+            bootstrap_room=room, status=KVPoll.Failed, failure_reason=reason
         )
+        if len(parts) == 3:  # this backend leaves the reason out, but D reads one
+            parts.append(reason.encode())
         with contextlib.suppress(ValueError):  # a host that is none
             address = NetworkAddress(endpoint.host, endpoint.port)
             self.notices.send(address.to_tcp(), parts, ipv6=address.is_ipv6)
