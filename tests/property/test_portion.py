@@ -123,6 +123,6 @@ def test_a_portion_longer_than_its_bytes_is_refused() -> None:
     room = make_room(g, torch.arange(5))
     portion = Portion(torch.tensor([10, 11]), torch.empty(0, dtype=torch.int64))
     pool = [torch.zeros(5, 2, 4)] * 3
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ValueError, match="64 bytes do not hold the 128 bytes"):
         room.place(portion, torch.zeros(64, dtype=torch.uint8), 0, pool, pool)
     assert not bool((room.held == LOCAL).any())
