@@ -25,10 +25,16 @@ def ask(url: str, prompt: Sequence[int], tokens: int = TOKENS, **named: Any) -> 
     return answer
 
 
-def ask_together(url: str, prompts: Sequence[Sequence[int]], **named: Any) -> list[Answer]:
-    """Answers of prompts that are sent at the same moment."""
+def ask_together(
+    url: str, prompts: Sequence[Sequence[int]], rids: Sequence[str] | None = None, **named: Any
+) -> list[Answer]:
+    """Answers of prompts that are sent at the same moment, with their rids where given."""
     with ThreadPoolExecutor(len(prompts)) as pool:
-        return list(pool.map(lambda prompt: ask(url, prompt, **named), prompts))
+        asked = [
+            pool.submit(ask, url, prompt, rid=rid, **named)
+            for prompt, rid in zip(prompts, rids or [None] * len(prompts), strict=True)
+        ]
+        return [answer.result() for answer in asked]
 
 
 def assert_same_as_stock(

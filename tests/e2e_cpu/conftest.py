@@ -18,7 +18,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
-from e2e_cpu.compare import ask
+from e2e_cpu.compare import ask_together
 
 from sglang_smartgen.report.client import Answer
 from sglang_smartgen.report.cluster import Cluster, ClusterError
@@ -98,7 +98,8 @@ def pairs(
 def stock(pairs: Pairs, prompts: list[list[int]]) -> list[Answer]:
     """Stock SGLang's answers under full transfer, with its two best candidates a token."""
     url = pairs.get(config=None).url
-    return [ask(url, prompt, top_logprobs=2) for prompt in prompts]
+    halves = (prompts[: len(prompts) // 2], prompts[len(prompts) // 2 :])
+    return [answer for half in halves for answer in ask_together(url, half, top_logprobs=2)]
 
 
 @pytest.fixture

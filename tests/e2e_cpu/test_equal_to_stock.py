@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 from e2e_cpu.compare import EVERYTHING, ask, ask_together, assert_same_as_stock, finished
 
@@ -48,14 +46,22 @@ def test_prefix_hit(stock: list[Answer], cluster: Cluster, prompts: list[list[in
 
 @chunked
 def test_chunked_prefill(stock: list[Answer], cluster: Cluster, prompts: list[list[int]]) -> None:
-    compare(cluster, prompts, stock)
+    """Four at a time, so that chunks of one prompt are computed beside those of another."""
+    compare(cluster, prompts, stock, together=4)
 
 
-def compare(cluster: Cluster, prompts: Sequence[list[int]], stock: Sequence[Answer]) -> None:
-    """Each prompt alone; every room must have been SmartGen's, and partial."""
+def compare(
+    cluster: Cluster, prompts: list[list[int]], stock: list[Answer], together: int = 1
+) -> None:
+    """So many prompts at a time; every room must have been SmartGen's, and partial."""
     cluster.flush_cache()
-    for number, (prompt, reference) in enumerate(zip(prompts, stock, strict=True)):
-        answer = ask(cluster.url, prompt, rid=f"equal-{number}")
-        assert_same_as_stock(cluster.url, prompt, answer.token_ids, reference)
-        record = finished(cluster, f"equal-{number}")
-        assert record["fallback"] == "" and record["local_share_at_start"] < 0.1
+    for start in range(0, len(prompts), together):
+        group = slice(start, start + together)
+        rids = [f"equal-{number}" for number in range(len(prompts))[group]]
+        answers = ask_together(cluster.url, prompts[group], rids)
+        for prompt, reference, answer, rid in zip(
+            prompts[group], stock[group], answers, rids, strict=True
+        ):
+            assert_same_as_stock(cluster.url, prompt, answer.token_ids, reference)
+            record = finished(cluster, rid)
+            assert record["fallback"] == "" and record["local_share_at_start"] < 0.1
