@@ -187,11 +187,13 @@ def show(report: dict[str, Any], console: Console) -> None:
     failed = [arm for arm in report["arms"] if arm["failed"]]
     for arm in failed:
         text = f"{rate_name(arm['mbit'])}, {arm['mode']}: {arm['failed']} of {arm['requests']} "
-        console.print(text + f"failed: {arm['error']}", highlight=False, markup=False)
+        console.print(
+            text + f"failed: {arm['error']}", highlight=False, markup=False, soft_wrap=True
+        )
     for link in report["links"]:
-        console.print(_link_line(link), highlight=False, markup=False)
+        console.print(_link_line(link), highlight=False, markup=False, soft_wrap=True)
     for one in report["compared"]:
-        console.print(_compared_line(one), highlight=False, markup=False)
+        console.print(_compared_line(one), highlight=False, markup=False, soft_wrap=True)
 
 
 def arms_table(found: Sequence[Arm]) -> Table:
@@ -206,30 +208,32 @@ def arms_table(found: Sequence[Arm]) -> Table:
         )
         if len({arm[key] for arm in found if arm[key] is not None}) > 1
     ]
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("network")
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("Mbit/s", no_wrap=True)
     table.add_column("mode", no_wrap=True)
-    numbers = ("TTFT\ns", "TTST\ns", "TBT\ns", "TBT of\nfirst 10", "TBT\nlocal", "local\nat step")
-    kinds = ("pushed\nMB", "meta-\ndata MB", "fetched\nMB", "filled\nMB")
-    for name in (*(label for _, label in varied), *numbers, *kinds):
-        table.add_column(name, justify="right")
+    times = ("TTFT\ns", "TTST\ns", "TBT\ns", "TBT\nof 10", "local\nat")
+    for name in (*(label for _, label in varied), *times, *(name for _, name in SENT)):
+        table.add_column(name, justify="right", no_wrap=True)
     before: tuple[Any, ...] = ()
     for arm in found:
         place = (arm["prompt_tokens"], arm["batch"], arm["mbit"])
         sent = arm["bytes"]
+        failed = arm["failed"] == arm["requests"]
         table.add_row(
-            "" if place == before else rate_name(arm["mbit"]),
-            arm["mode"] + (" (failed)" if arm["failed"] == arm["requests"] else ""),
+            "" if place == before else str(arm["mbit"] or "none"),
+            arm["mode"],
             *("-" if arm[key] is None else str(arm[key]) for key, _ in varied),
-            *(_number(arm[key], 2) for key in ("ttft_s", "ttst_s")),
-            *(_number(arm[key], 3) for key in ("tbt_s", "tbt_first10_s", "tbt_local_s")),
+            "failed" if failed else _number(arm["ttft_s"], 2),
+            _number(arm["ttst_s"], 2),
+            *(_number(arm[key], 3) for key in ("tbt_s", "tbt_first10_s")),
             _number(arm["steps_until_local"], 0),
-            *(_number(sent[kind] / 1e6, 1) if kind in sent else "-" for kind in BYTE_KINDS),
+            *(_number(sent[kind] / 1e6, 1) if kind in sent else "-" for kind, _ in SENT),
         )
         before = place
     return table
 
 
+SENT = (("proactive", "pushed\nMB"), ("on_demand", "fetch\nMB"), ("speculative", "fill\nMB"))
 BYTE_KINDS = ("proactive", "metadata", "on_demand", "speculative")
 
 
