@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -25,6 +26,7 @@ FLAGS = ["--device", "cpu", "--attention-backend", "torch_native", "--disable-ov
 NAMES = {
     "cpu engine",
     "sgl_kernel stand-in",
+    "no FlashInfer",
     "host memory registration",
     "sender indices",
     "retraction backup",
@@ -41,6 +43,7 @@ def restored_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(cpu_host, "_local", {})
     monkeypatch.delitem(sys.modules, "sgl_kernel", raising=False)
+    monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))  # nothing to hide
     yield
 
 
@@ -164,6 +167,18 @@ def test_spawned_process_finds_the_stand_in_and_the_statuses(
     assert set(statuses) == NAMES
     assert statuses["device flags"] == "applied"
     assert hooks == 2
+
+
+def test_flashinfer_is_hidden_from_spawned_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    host(monkeypatch, cpu_only=True)
+    cpu_host.prepare_environment(SERVE)
+    assert cpu_host.statuses()["no FlashInfer"] == "skipped: flashinfer was imported before"
+    monkeypatch.delitem(sys.modules, "flashinfer")
+    cpu_host.prepare_environment(SERVE)
+    assert cpu_host.statuses()["no FlashInfer"] == "applied"
+    code = "import flashinfer"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "ImportError: FlashInfer is for NVIDIA GPUs" in done.stderr
 
 
 def test_every_stand_in_raises_when_called(monkeypatch: pytest.MonkeyPatch) -> None:

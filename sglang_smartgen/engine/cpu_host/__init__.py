@@ -1,4 +1,4 @@
-"""What SGLang 0.5.23 needs on a host without a GPU: six obstacles, a module each.
+"""What SGLang 0.5.23 needs on a host without a GPU: six obstacles and a delay, a module each.
 
 Nothing here imports SGLang before `install`. Obstacles 1, 2, 5 and 6 are met in the launcher, by
 `prepare_environment`, before SGLang is imported; spawned processes inherit the environment.
@@ -18,6 +18,7 @@ from . import (
     device_flags,
     host_register,
     kernel_stand_in,
+    no_flashinfer,
     retraction_backup,
     sender_indices,
 )
@@ -32,6 +33,7 @@ STATUS_ENV = "SMARTGEN_CPU_HOST_STATUS"
 _OBSTACLES = (
     cpu_engine,
     kernel_stand_in,
+    no_flashinfer,
     host_register,
     sender_indices,
     retraction_backup,
@@ -58,6 +60,7 @@ def prepare_environment(argv: list[str]) -> list[str]:
     launcher = {
         cpu_engine.NAME: cpu_engine.prepare(os.environ),
         kernel_stand_in.NAME: kernel_stand_in.prepare(os.environ),
+        no_flashinfer.NAME: no_flashinfer.prepare(os.environ),
     }
     for obstacle in (retraction_backup, device_flags):
         argv, launcher[obstacle.NAME] = obstacle.prepare(argv)

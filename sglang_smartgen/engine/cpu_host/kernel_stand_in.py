@@ -6,10 +6,11 @@ A stand-in is put before site-packages, for this process and (PYTHONPATH) for th
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from collections.abc import MutableMapping
 from pathlib import Path
+
+from .module_path import put_first
 
 NAME = "sgl_kernel stand-in"
 FOLDER = Path(__file__).parent / "stand_in"
@@ -17,19 +18,13 @@ FOLDER = Path(__file__).parent / "stand_in"
 
 def prepare(environ: MutableMapping[str, str]) -> str:
     """Put the stand-in on the module path unless a CPU build is installed; returns the status."""
-    folder = str(FOLDER)
     if (loaded := sys.modules.get("sgl_kernel")) is not None:
         if Path(loaded.__file__ or "").is_relative_to(FOLDER):
             return "applied"
         return "skipped: sgl_kernel was imported before"
-    if folder not in sys.path and installed_for_cpu():
+    if str(FOLDER) not in sys.path and installed_for_cpu():
         return "not needed"
-    inherited = environ.get("PYTHONPATH", "")
-    if folder not in inherited.split(os.pathsep):
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, inherited]))
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-        importlib.invalidate_caches()
+    put_first(FOLDER, environ)
     return "applied"
 
 
