@@ -24,8 +24,10 @@ from sglang_smartgen.report.cluster import Cluster
 from sglang_smartgen.report.model_cache import cache_root, ensure_model
 
 FULL_ATTENTION: dict[str, Any] = {"mode": "full", "ratio": 1.0}
-# Selector -> needs an artifact; each is measured with the true query and with lookahead.
+# Selector -> needs an artifact.
 SELECTORS = {"exact": False, "infinigen": True, "hata": True}
+
+LOOKAHEAD = {"both": (False, True), "on": (True,), "off": (False,)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=3000)
     parser.add_argument("--steps", type=int, default=256, help="of a text (%(default)s)")
     parser.add_argument("--texts", type=int, default=4)
+    parser.add_argument("--lookahead", choices=tuple(LOOKAHEAD), default="both")
     parser.add_argument("--artifacts-dir", type=Path, help="(default: in SmartGen's cache folder)")
 
 
@@ -98,7 +101,7 @@ def _measure(args: argparse.Namespace, names: list[str], log: Console) -> dict[s
                 if not found:
                     log.print("full attention ...")
                     found["full attention"] = decode(cluster.url, FULL_ATTENTION)
-                for lookahead in (False, True):
+                for lookahead in LOOKAHEAD[args.lookahead]:
                     arm = f"{name}+lookahead" if lookahead else name
                     log.print(f"{arm} ...")
                     found[arm] = decode(cluster.url, {"lookahead": lookahead})

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import random
 import signal
 import sys
@@ -175,20 +174,14 @@ def _aborts(args: argparse.Namespace, trial: Trial, asked: list[Question]) -> li
 
 
 def _freeze(args: argparse.Namespace, trial: Trial, asked: list[Question]) -> list[str]:
-    import psutil
-
     _load(trial, asked)
-    parent = psutil.Process(trial.cluster.pids["decode"])
-    frozen = [parent, *parent.children(recursive=True)]
-    for process in frozen:
-        os.kill(process.pid, signal.SIGSTOP)
+    trial.cluster.signal(signal.SIGSTOP, "decode")
     try:
         time.sleep(FREEZE_S / 2)
         healthy = _ok(trial.cluster, "prefill")
         time.sleep(FREEZE_S / 2)
     finally:
-        for process in frozen:
-            os.kill(process.pid, signal.SIGCONT)
+        trial.cluster.signal(signal.SIGCONT, "decode")
     if not healthy:
         raise LeakError("/health of prefill was not 200 while decode was stopped")
     return ["prefill", "decode"]

@@ -283,6 +283,7 @@ class Bench:
             if cell.mbit != self._rate and shaped.is_adjustable():
                 shaped.set_rate(cell.mbit, self._args.duplex)
                 self._rate, self._settled = cell.mbit, False
+            pairs.run_alone(pair, self._pairs.values())
             if pair.make_ready(self._prompts(pairs.WARM_UP_TOKENS, 1)[0]):
                 self._warm_up(name)
                 self._settled = self._settled and name == STOCK
@@ -314,6 +315,7 @@ class Bench:
 
     def _warm_up(self, name: str) -> None:
         self._say(f"warming up {self._pairs[name].name}")
+        pairs.run_alone(self._pairs[name], self._pairs.values())
         prompt = self._prompts(pairs.WARM_UP_TOKENS, 1)[0]
         modes = [None] if name == STOCK else [cells.MODES[FULL], cells.MODES["smartgen"]]
         answers = pairs.warm_up(self._pairs[name], prompt, modes)

@@ -9,9 +9,11 @@ Whatever ends the caller, the processes end too (see `processes`).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import signal
 import socket
 import sys
 import threading
@@ -101,9 +103,29 @@ class Cluster:
     def stop(self, grace_s: float = 8.0) -> None:
         """End all processes of the cluster; harmless when it has ended already."""
         try:
+            self.resume()  # a stopped process would not hear SIGTERM
             stop(self._processes.values(), grace_s=grace_s)
         finally:
             self._processes.clear()
+
+    def pause(self) -> None:
+        """Stop every process (SIGSTOP): SGLang's idle loops take a core each."""
+        self.signal(signal.SIGSTOP, *self._processes)
+
+    def resume(self) -> None:
+        """Let paused processes go on; harmless for running ones."""
+        self.signal(signal.SIGCONT, *self._processes)
+
+    def signal(self, number: signal.Signals, *roles: str) -> None:
+        """Send a signal to all processes of these servers."""
+        import psutil
+
+        for role in roles:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                parent = psutil.Process(self._processes[role].pid)
+                for process in [parent, *parent.children(recursive=True)]:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.send_signal(number)
 
     def kill_prefill(self) -> None:
         """SIGKILL the prefill server with all its processes, as a crash of the machine would."""

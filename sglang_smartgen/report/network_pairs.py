@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -119,6 +119,15 @@ class Pair:
         )
         if answer.error is not None:
             raise RequestError(answer.error)
+
+
+def run_alone(pair: Pair, pairs: Iterable[Pair]) -> None:
+    """Let `pair` go on and stop the others, whose idle loops would take its cores."""
+    for other in pairs:
+        if other is not pair and not other.is_down:
+            other.cluster.pause()
+    if not pair.is_down:
+        pair.cluster.resume()
 
 
 def warm_up(pair: Pair, prompt: list[int], modes: Sequence[dict[str, Any] | None]) -> list[Answer]:
