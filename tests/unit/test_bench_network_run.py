@@ -39,13 +39,16 @@ class World:
         self.dead: set[str] = set()
 
     def pairs(self, *_: Any, **__: Any) -> dict[str, Pair]:
-        return {name: Pair(self, name) for name in ("smartgen", "stock")}
+        self.made = {name: Pair(self, name) for name in ("smartgen", "stock")}
+        return self.made
 
     def measure(
         self, pair: Pair, cell: Cell, prompts: Sequence[list[int]], token_bytes: int
     ) -> list[dict[str, Any]]:
         assert len(prompts) == cell.batch and len(prompts[0]) == cell.prompt_tokens
         self.log.append(f"{cell.mode} {cell.mbit}")
+        for other in self.made.values():
+            assert other.is_down or other.paused == (other is not pair)
         if self.broken(cell):
             pair.doubtful = True
             return failed_rows(cell, "broken")
@@ -57,6 +60,13 @@ class World:
 class Pair:
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name, self.doubtful, self.is_down = world, name, False, True
+        self.cluster, self.paused = self, False
+
+    def pause(self) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
 
     def start(self) -> None:
         self.world.log.append(f"start {self.name}")
