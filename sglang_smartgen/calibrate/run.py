@@ -6,10 +6,8 @@ Started again after Ctrl-C or a kill, the same command goes on where it stopped.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import resource
-import sys
 from pathlib import Path
 
 import msgspec
@@ -19,6 +17,7 @@ from sglang_smartgen.calibrate import texts
 from sglang_smartgen.calibrate.artifacts import Made, check_request, make_artifact
 from sglang_smartgen.calibrate.errors import CalibrationError
 from sglang_smartgen.calibrate.model import LayeredModel
+from sglang_smartgen.output import result_stream
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,11 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Make the artifact; 0 when it is written. Raises CalibrationError, one sentence."""
-    with contextlib.ExitStack() as stack:
-        out = sys.stdout
-        if args.format == "json":
-            # Whatever a library prints must not get between the caller and the JSON.
-            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+    with result_stream(args.format) as out:
         made = _run(args)
         report = msgspec.to_builtins(made) | {"peak_rss_mb": peak_rss_mb()}
         if args.format == "json":

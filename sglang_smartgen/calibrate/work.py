@@ -9,7 +9,6 @@ never goes on from it. A file lock, which dies with its process, keeps two runs 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -20,6 +19,7 @@ from types import TracebackType
 from torch import Tensor
 
 from sglang_smartgen.calibrate.errors import CalibrationError
+from sglang_smartgen.calibrate.folder_lock import InUseError, lock_folder
 
 
 class WorkFolder:
@@ -35,14 +35,10 @@ class WorkFolder:
     def __enter__(self) -> WorkFolder:
         """Raises CalibrationError when the folder cannot be made or another run is in it."""
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+            self._lock = lock_folder(self.path, "lock")
         except OSError as error:
             raise CalibrationError(f"--out {self._out} cannot be written: {error}") from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
+        except InUseError:
             raise CalibrationError(f"another calibration is writing {self._out}") from None
         return self
 

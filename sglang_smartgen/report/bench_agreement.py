@@ -8,9 +8,7 @@ full attention on the same servers. Artifacts are those of `bench select`, made 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_smartgen.config import ConfigError
+from sglang_smartgen.output import result_stream
 from sglang_smartgen.report.cluster import Cluster
 from sglang_smartgen.report.model_cache import cache_root, ensure_model
 
@@ -47,13 +46,9 @@ def run(args: argparse.Namespace) -> int:
     names = args.selectors.split(",")
     if unknown := set(names) - set(SELECTORS):
         raise ConfigError(f"--selectors has {', '.join(unknown)}; allowed: {', '.join(SELECTORS)}")
-    with contextlib.ExitStack() as stack:
-        out = Console()
-        if args.format == "json":
-            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-            out = Console(stderr=True)
+    with result_stream(args.format):
         result = _measure(args, names, Console(stderr=True))
-        _show(out, result)
+        _show(Console(), result)
     if args.format == "json":
         print(json.dumps(result))
     return 0

@@ -10,11 +10,9 @@ everything must be given back, and the node that was not touched must stay healt
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import random
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -27,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_smartgen.config import ConfigError, load_config
+from sglang_smartgen.output import result_stream
 from sglang_smartgen.report import prompts, shaped
 from sglang_smartgen.report.cluster import Cluster
 from sglang_smartgen.report.idle import LeakError, wait_until_idle
@@ -57,13 +56,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--faults has {', '.join(unknown)}; allowed are {', '.join(FAULTS)}")
     if "cut" in names:
         shaped.enter(args.mbit)
-    with contextlib.ExitStack() as stack:
-        out = Console()
-        if args.format == "json":
-            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-            out = Console(stderr=True)
+    with result_stream(args.format):
         results = _run(args, names, Console(stderr=True))
-        _show(out, results)
+        _show(Console(), results)
     if args.format == "json":
         print(json.dumps({"faults": results}))
     return 0 if all(result["passed"] for result in results.values()) else 1

@@ -8,10 +8,8 @@ paper), `adaptive` what fits between fetches, `full` has everything before decod
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -24,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_smartgen.config import load_config
+from sglang_smartgen.output import result_stream
 from sglang_smartgen.report import prompts, shaped
 from sglang_smartgen.report.client import Answer, Client, RequestError
 from sglang_smartgen.report.cluster import Cluster
@@ -56,13 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark; 0 when every request was answered."""
     shaped.enter(args.mbit)
-    with contextlib.ExitStack() as stack:
-        out = Console()
-        if args.format == "json":
-            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-            out = Console(stderr=True)
+    with result_stream(args.format):
         arms = _run(args, Console(stderr=True))
-        out.print(_table(args, arms))
+        Console().print(_table(args, arms))
     if args.format == "json":
         print(json.dumps({"mbit": args.mbit, "prompt_tokens": args.prompt_tokens, "arms": arms}))
     return 0

@@ -8,10 +8,8 @@ The gather stands beside a copy of as many bytes from the same pool, which is as
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +19,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from sglang_smartgen.config import ConfigError
+from sglang_smartgen.output import result_stream
 from sglang_smartgen.report.decode_step import DecodeStep
 
 ROW_BYTES = (256, 512, 1024, 4096)
@@ -55,9 +54,7 @@ def run(args: argparse.Namespace) -> int:
             name = field.replace("_", "-")
             raise ConfigError(f"--{name} is {getattr(args, field)}; it must be at least 1")
     console = Console(stderr=args.format == "json")
-    with contextlib.ExitStack() as stack:
-        if args.format == "json":
-            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+    with result_stream(args.format):
         report = _measure(args)
     if args.format == "json":
         print(json.dumps(report))

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import json
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from rich.table import Table
 
 from sglang_smartgen.calibrate.progress import TimeLeft
 from sglang_smartgen.config import ConfigError, load_config
+from sglang_smartgen.output import result_stream
 from sglang_smartgen.report import memory_use, prompts, serving_load, shaped
 from sglang_smartgen.report import network_cells as cells
 from sglang_smartgen.report import network_pairs as pairs
@@ -69,10 +69,7 @@ def run(args: argparse.Namespace) -> int:
     config = msgspec.to_builtins(load_config(args.config))
     shaped.enter(args.mbit)
     with contextlib.ExitStack() as stack:
-        out = sys.stdout
-        if args.format == "json":
-            # Whatever a library prints must not get between the caller and the JSON.
-            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        out = stack.enter_context(result_stream(args.format))
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="smartgen-memory-")))
         bench = Bench(args, config, work)
         loads = bench.run(modes, levels)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ import requests
 from rich.console import Console
 
 from sglang_smartgen.config import ConfigError, load_config
+from sglang_smartgen.output import result_stream
 from sglang_smartgen.report import network_cells as cells
 from sglang_smartgen.report import network_pairs as pairs
 from sglang_smartgen.report import prompts, shaped
@@ -113,10 +113,7 @@ def run(args: argparse.Namespace) -> int:
     if grid.mbit != [None] or shaped.possible():
         shaped.enter_adjustable(args.mbit)
     with contextlib.ExitStack() as stack:
-        out = sys.stdout
-        if args.format == "json":
-            # Whatever a library prints must not get between the caller and the JSON.
-            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        out = stack.enter_context(result_stream(args.format))
         log_dir = args.log_dir
         if log_dir is None:
             log_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="smartgen-network-"))

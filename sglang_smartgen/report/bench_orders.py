@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import json
 import statistics
-import sys
 import tempfile
 import uuid
 from pathlib import Path
@@ -26,6 +25,7 @@ from sglang_smartgen.calibrate.progress import TimeLeft
 from sglang_smartgen.config import ConfigError, load_config
 from sglang_smartgen.core.orders import ORDERS
 from sglang_smartgen.core.recordings import RECORD_DIR_ENV
+from sglang_smartgen.output import result_stream
 from sglang_smartgen.report import prompts, shaped
 from sglang_smartgen.report.client import Answer, Client, RequestError
 from sglang_smartgen.report.cluster import Cluster
@@ -80,10 +80,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"{name} is {getattr(args, flag)}; it must be at least 1")
     shaped.enter(args.mbit)
     with contextlib.ExitStack() as stack:
-        out = sys.stdout
-        if args.format == "json":
-            # Whatever a library prints must not get between the caller and the JSON.
-            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        out = stack.enter_context(result_stream(args.format))
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="smartgen-orders-")))
         found = Bench(args, shares, args.work or scratch, scratch / "logs").run()
         if args.out is not None:

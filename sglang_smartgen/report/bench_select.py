@@ -8,13 +8,12 @@ texts.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_smartgen.config import ConfigError
+from sglang_smartgen.output import result_stream
 from sglang_smartgen.report.model_cache import cache_root, ensure_gemma3, ensure_model
 
 if TYPE_CHECKING:
@@ -82,11 +81,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from sglang_smartgen.report.select_report import Report
 
-    with contextlib.ExitStack() as stack:
-        out = sys.stdout
-        if args.format == "json":
-            # Whatever a library prints must not get between the caller and the JSON.
-            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+    with result_stream(args.format) as out:
         names = check_arguments(args)
         report = Report(quick=args.quick)
         steps = [(_mass_and_cost, name) for name in names] + [(_agreement, names[0])]

@@ -12,13 +12,14 @@ import argparse
 import contextlib
 import json
 import statistics
-import sys
 import threading
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+
+from sglang_smartgen.output import result_stream
 
 MODES = ("thread", "process")
 WINDOWS = ("off", "elsewhere", "on")
@@ -42,11 +43,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.quick:
         args.rounds, args.seconds = 1, 2.0
-    with contextlib.ExitStack() as stack:
-        out = sys.stdout
-        if args.format == "json":
-            # Whatever a library prints must not get between the caller and the JSON.
-            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+    with result_stream(args.format) as out:
         result = _measure(args)
         if args.format == "json":
             print(json.dumps(result), file=out)

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import json
 import random
-import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -23,10 +22,12 @@ from rich.progress import Progress
 from rich.table import Table
 
 from sglang_smartgen.config import ConfigError, load_config
+from sglang_smartgen.output import result_stream
 from sglang_smartgen.report import prompts
 from sglang_smartgen.report.cluster import Cluster
 from sglang_smartgen.report.idle import wait_until_idle
 from sglang_smartgen.report.model_cache import ensure_model
+from sglang_smartgen.report.processes import session_members
 from sglang_smartgen.report.trial import ARM, SLOW_FILL, Question, Trial, mixed_lengths, questions
 
 SEED = 7
@@ -54,13 +55,9 @@ def run(args: argparse.Namespace) -> int:
             f"--concurrency {args.concurrency}; all must be positive, with shortest <= longest "
             "and at least 3 requests"
         )
-    with contextlib.ExitStack() as stack:
-        out = Console()
-        if args.format == "json":
-            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-            out = Console(stderr=True)
+    with result_stream(args.format):
         result = _run(args, Console(stderr=True))
-        _show(out, result)
+        _show(Console(), result)
     if args.format == "json":
         print(json.dumps(result))
     wrong = result["verdicts"].keys() - {"right", "near"}
@@ -121,14 +118,14 @@ def _add(memory: dict[str, list[int]], cluster: Cluster) -> None:
     """Append the resident bytes of every process of the pair, by role, title and rank."""
     import psutil
 
-    for role, pid in cluster.pids.items():
-        parent = psutil.Process(pid)
-        for child in [parent, *parent.children(recursive=True)]:
+    for role, session in cluster.pids.items():
+        for pid in session_members(session):
             with contextlib.suppress(psutil.NoSuchProcess):
-                title = " ".join(child.cmdline()[:1])[:40] if child.pid != pid else "launcher"
-                rss = child.memory_info().rss
+                process = psutil.Process(pid)
+                title = "launcher" if pid == session else " ".join(process.cmdline()[:1])[:40]
+                rss = process.memory_info().rss
                 if rss >= LARGE:
-                    memory.setdefault(f"{role} {child.pid} {title}", []).append(rss)
+                    memory.setdefault(f"{role} {pid} {title}", []).append(rss)
 
 
 def _show(out: Console, result: dict[str, Any]) -> None:

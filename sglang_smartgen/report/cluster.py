@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from sglang_smartgen.config import CONFIG_ENV
-from sglang_smartgen.report.processes import ServerProcess, stop
+from sglang_smartgen.report.processes import ServerProcess, session_members, stop
 
 ROLES = ("prefill", "decode", "router")
 PORTS = range(20480, 32000)  # below the ports that the kernel gives to outgoing connections
@@ -118,14 +118,10 @@ class Cluster:
 
     def signal(self, number: signal.Signals, *roles: str) -> None:
         """Send a signal to all processes of these servers."""
-        import psutil
-
         for role in roles:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                parent = psutil.Process(self._processes[role].pid)
-                for process in [parent, *parent.children(recursive=True)]:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        process.send_signal(number)
+            for pid in session_members(self._processes[role].pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     def kill_prefill(self) -> None:
         """SIGKILL the prefill server with all its processes, as a crash of the machine would."""

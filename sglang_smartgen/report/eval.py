@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from sglang_smartgen.config import ConfigError
+from sglang_smartgen.output import result_stream
 from sglang_smartgen.report import prompts
 from sglang_smartgen.report.cluster import Cluster
 from sglang_smartgen.report.forced import FORCED_ARGS, spare_token
@@ -96,9 +96,7 @@ def run(args: argparse.Namespace) -> int:
     Raises ConfigError (DataError with file and line), ModelCacheError, ClusterError, RequestError.
     """
     with contextlib.ExitStack() as stack:
-        stdout = sys.stdout
-        if args.format == "json":
-            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        stdout = stack.enter_context(result_stream(args.format))
         report = _Evaluation(args, stack).run()
         if args.format == "json":
             print(json.dumps(report), file=stdout)

@@ -26,6 +26,7 @@ import msgspec
 from sglang_smartgen.calibrate.progress import TimeLeft
 from sglang_smartgen.config import ConfigError, load_config
 from sglang_smartgen.core.recordings import RECORD_DIR_ENV
+from sglang_smartgen.output import result_stream
 from sglang_smartgen.report import profile_view, prompts
 from sglang_smartgen.report.client import Client, RequestError
 from sglang_smartgen.report.cluster import Cluster
@@ -84,10 +85,7 @@ def run(args: argparse.Namespace) -> int:
     Raises ConfigError, ModelCacheError, ClusterError, RequestError or CalibrationError.
     """
     with contextlib.ExitStack() as stack:
-        out = sys.stdout
-        if args.format == "json":
-            # Whatever a library prints must not get between the caller and the JSON.
-            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        out = stack.enter_context(result_stream(args.format))
         log_dir = args.log_dir or Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="smartgen-profile-"))
         )

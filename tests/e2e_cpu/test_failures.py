@@ -13,6 +13,7 @@ from e2e_cpu.compare import ask, finished
 
 from sglang_smartgen.report.client import Answer, Client
 from sglang_smartgen.report.cluster import Cluster
+from sglang_smartgen.report.idle import wait_until_idle
 
 hata = pytest.mark.pair(config={"selector": "hata", "store_gb": 0.08})
 PARTIAL = {"mode": "partial", "ratio": 0.2}
@@ -94,25 +95,3 @@ def request(cluster: Cluster, prompt: list[int], rid: str, arm: dict[str, Any]) 
 def abort(cluster: Cluster, rid: str) -> None:
     for role in ("prefill", "decode"):
         requests.post(f"{cluster.urls[role]}/abort_request", json={"rid": rid}, timeout=30)
-
-
-def wait_until_idle(cluster: Cluster, seconds: float = 90) -> dict[str, dict[str, Any]]:
-    """Free rows, slots, store and arena once nothing is open any more."""
-    deadline = time.monotonic() + seconds
-    while True:
-        decode, prefill = (cluster.smartgen_state(role) for role in ("decode", "prefill"))
-        open_things = (
-            decode["open_rooms"],
-            decode["quarantined_rooms"],
-            decode["quarantined_slabs"],
-            decode["granted_bytes"],
-            prefill["open_rooms"],
-            prefill["store_rooms"],
-        )
-        if not any(open_things):
-            return {
-                "decode": {key: decode[key] for key in ("free_slots", "free_rows")},
-                "prefill": {key: prefill[key] for key in ("store_used_bytes", "free_rows")},
-            }
-        assert time.monotonic() < deadline, f"still open: {open_things}"
-        time.sleep(0.3)

@@ -7,7 +7,6 @@ config.json is replaced in one step. A lock keeps two runs out of one folder.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from sglang_smartgen.calibrate.folder_lock import InUseError, lock_folder
 from sglang_smartgen.config import ConfigError
 from sglang_smartgen.report.longbench.arms import Arm
 from sglang_smartgen.report.longbench.data import DataError, TaskFile
@@ -49,14 +49,10 @@ class RunFolder:
 
     def __enter__(self) -> Self:
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+            self._lock = lock_folder(self.path, ".lock")
         except OSError as error:
             raise ConfigError(f"--out is {self.path}: {error.strerror}") from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
+        except InUseError:
             raise ConfigError(f"--out is {self.path}; another run is using it") from None
         return self
 
