@@ -170,14 +170,15 @@ def test_speculative_bytes_wait_for_a_push(bench: ServeBench) -> None:
 
 
 def test_a_release_comes_after_the_fetches_before_it(bench: ServeBench) -> None:
+    """Their bytes are there when D hears Released; a FetchDone by another way may come later."""
     bench.open(11)
     wanted = [ask(11, [i], [i], offset=2 * ROW * i) for i in range(TOKENS)]
     tickets = [bench.d.lane.ask(2, [one]) for one in wanted]
     bench.d.release(11)
-    kinds = [type(bench.d.heard()) for _ in range(TOKENS + 1)]
-    assert kinds == [FetchDone] * TOKENS + [Released]
-    assert [bench.d.lane.wait(ticket) for ticket in tickets] == [{}] * TOKENS
+    while not isinstance(message := bench.d.heard(), Released):
+        assert isinstance(message, FetchDone)
     assert torch.equal(bench.d.arena.bytes, bench.wanted(*wanted))
+    assert [bench.d.lane.wait(ticket) for ticket in tickets] == [{}] * TOKENS
     bench.freed()
     assert "gone" in bench.d.fetch(ask(11))[11]
 

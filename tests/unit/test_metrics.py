@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -218,9 +217,10 @@ def test_sglangs_scrape_of_many_processes_shows_them(
     mine.fetch_latency.add(0.003)
     mine.fetch_latency.add(7.0)
     state = {**states["decode"], "counters": {"rooms": 3, "failures": 0}, "residual_blocks": 2}
-    ended = threading.Event()
+    asked, ended = threading.Semaphore(0), threading.Event()
 
     def snapshot() -> dict[str, Any]:
+        asked.release()
         if ended.is_set():
             raise SystemExit  # ends the thread
         return state
@@ -233,13 +233,11 @@ def test_sglangs_scrape_of_many_processes_shows_them(
     assert thread is not None and thread.daemon
     registry = CollectorRegistry()
     multiprocess.MultiProcessCollector(registry)
-    last = "sglang:smartgen_failures_total"
-    deadline = time.monotonic() + 30
-    while last not in (text := generate_latest(registry).decode()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    for _ in range(3):  # for its role, for the first values, and after it has written them
+        assert asked.acquire(timeout=30)
     ended.set()
     thread.join(30)
+    text = generate_latest(registry).decode()
     labels = 'engine_type="prefill",model_name="tiny",tp_rank="0"'
     bucket = (
         f"sglang:smartgen_fetch_latency_seconds_bucket{{{labels.replace(',mod', ',LE,mod', 1)}}}"
