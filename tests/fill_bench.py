@@ -36,7 +36,7 @@ from sglang_smartgen.transfer.messages import (
     from_frames,
     to_frames,
 )
-from sglang_smartgen.transfer.push import Peer
+from sglang_smartgen.transfer.push_room import Peer
 from sglang_smartgen.transfer.region import HostRegion
 from sglang_smartgen.transfer.residual import Portion
 from sglang_smartgen.transfer.store import PrefillStore

@@ -21,7 +21,7 @@ from sglang_smartgen.transfer.messages import (
     Registration,
     Release,
 )
-from sglang_smartgen.transfer.push import PushRoom
+from sglang_smartgen.transfer.push_room import PushRoom
 from sglang_smartgen.transfer.region import HostRegion
 from sglang_smartgen.transfer.serve_channel import TransportSpec
 

@@ -5,9 +5,14 @@ All orders but `observed` are decided before prefill. `observed` learns what the
 queries select in a layer when the last chunk reaches it; so the profile (or an even share) only
 says how many blocks each layer gets, and a chunk that is not the last spends its share of them on
 the prior's best blocks, to keep the network busy.
+
+K_r rests on two estimates, so an elastic plan bends to what happens: more blocks of the layers that
+are there when the network has nothing to do (`more`), fewer when prefill is over first (`give_up`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,7 +29,8 @@ class RoomPlan:
     importance: float32 [layers, per_layer], the profile, or for `oracle` the counts of this very
     request; rows of dense layers are not read. k: entries that a decode step uses of a KV head.
     k_r: K_r in blocks of this prompt (per_layer = min(blocks, prompt_len) a layer); the dense
-    layers are always sent, whatever it is. Raises ValueError for an order without its importance.
+    layers are always sent, whatever it is. elastic: K_r was estimated, not asked for. Raises
+    ValueError for an order without its importance.
     """
 
     def __init__(
@@ -39,7 +45,9 @@ class RoomPlan:
         scaling: float,
         seed: int,
         importance: Tensor | None = None,
+        elastic: bool = False,
     ) -> None:
+        self.elastic = elastic
         self._sparse = geometry.sparse_layers
         self._prompt_len = prompt_len
         self._blocks = blocks
@@ -77,8 +85,12 @@ class RoomPlan:
 
     @property
     def whole(self) -> bool:
-        """True when every block of every layer goes out during prefill."""
+        """True when every block of every layer is to go out during prefill."""
         return self._budget == len(self._sparse) * self.chosen.shape[1]
+
+    def blocks_of(self, tokens: int) -> int:
+        """How many blocks have about so many tokens; at least one."""
+        return max(1, tokens * self.chosen.shape[1] // self._prompt_len)
 
     def ranges(
         self, layer: int, start: int, stop: int, queries: Tensor | None, keys: Tensor
@@ -99,22 +111,50 @@ class RoomPlan:
             self._observe(layer, queries, keys)
         return self._merged(self.chosen[layer] & ~before, 0, stop)
 
+    def more(self, stops: Sequence[int], count: int) -> list[tuple[int, int, int]]:
+        """Choose the `count` best blocks that are on hand and were not planned.
+
+        stops: for each layer, how many tokens `ranges` has been asked about. (layer, first token,
+        end), layers ascending.
+        """
+        ends = torch.tensor(self._bounds[1:])
+        ready = (ends[None, :] <= torch.tensor(stops)[:, None]) & ~self.chosen
+        ranking = self._ranked()
+        best = ranking[ready.view(-1)[ranking]][:count]
+        added = torch.zeros_like(self.chosen)
+        added.view(-1)[best] = True
+        self.chosen |= added
+        return [
+            (layer, first, last)
+            for layer in added.any(1).nonzero().flatten().tolist()
+            for first, last in self._merged(added[layer], 0, stops[layer])
+        ]
+
+    def give_up(self, layer: int, first: int, last: int) -> None:
+        """The tokens `[first, last)` of a sparse layer will not go out: they are left over."""
+        edges = torch.tensor(self._bounds)
+        self.chosen[layer] &= (edges[1:] <= first) | (edges[:-1] >= last)
+
     def residual(self) -> Tensor:
         """Order of what is left: int64 codes `layer * prompt_len + token`, best blocks first."""
-        ranking = self._ranking
-        if self._observed is not None:
-            ranking = rank_blocks(
-                "observed",
-                layers=self.chosen.shape[0],
-                prompt_len=self._prompt_len,
-                blocks=self._blocks,
-                importance=self._prior,
-                observed=self._observed,
-                sparse_layers=self._sparse,
-            )
-        assert ranking is not None
+        ranking = self._ranked()
         left = ranking[~self.chosen.view(-1)[ranking]]
         return token_codes(left, self._prompt_len, self._blocks)
+
+    def _ranked(self) -> Tensor:
+        """All blocks of sparse layers, best first, by what is known now."""
+        if self._observed is None:
+            assert self._ranking is not None
+            return self._ranking
+        return rank_blocks(
+            "observed",
+            layers=self.chosen.shape[0],
+            prompt_len=self._prompt_len,
+            blocks=self._blocks,
+            importance=self._prior,
+            observed=self._observed,
+            sparse_layers=self._sparse,
+        )
 
     def _quotas(self) -> dict[int, int]:
         """Blocks that each sparse layer may push, as the prior's best K_r blocks spread."""
@@ -143,7 +183,7 @@ class RoomPlan:
             score = mixed_importance(prior, self._observed[layer])
         else:
             score = torch.zeros(self.chosen.shape[1]) if prior is None else prior
-        left = self._quota[layer] - int(self.chosen[layer].sum())
+        left = max(0, self._quota[layer] - int(self.chosen[layer].sum()))
         self._choose(layer, score, torch.ones_like(self.chosen[layer]), left)
 
     def _choose(self, layer: int, score: Tensor, allowed: Tensor, count: int) -> None:

@@ -13,7 +13,7 @@ from sglang_smartgen.engine.prefill_room import Outcome, PrefillRoom
 from sglang_smartgen.engine.prefill_rooms import PrefillRooms
 from sglang_smartgen.engine.push_policy import PushPolicy
 from sglang_smartgen.transfer.messages import OpenRoom
-from sglang_smartgen.transfer.push import PushRoom
+from sglang_smartgen.transfer.push_room import PushRoom
 from sglang_smartgen.transfer.store import PrefillStore, StoreEntry
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class Admission:
             slots=room.slots,
             row=message.row,
             with_metadata=message.metadata,
-            keep=message.keep and not plan.whole,
+            keep=message.keep,
             gate=RoomGate(self._rooms, room, self._outcome),
             verify=message.verify,
         )

@@ -60,7 +60,7 @@ from sglang_smartgen.transfer.messages import (
 )
 from sglang_smartgen.transfer.mooncake import MooncakeTransport
 from sglang_smartgen.transfer.notices import Notices
-from sglang_smartgen.transfer.push import PushRoom
+from sglang_smartgen.transfer.push_room import PushRoom
 from sglang_smartgen.transfer.serve_channel import TransportSpec
 
 logger = logging.getLogger(__name__)

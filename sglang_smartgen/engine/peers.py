@@ -6,7 +6,7 @@ import logging
 
 from sglang_smartgen.engine.model_facts import ModelFacts
 from sglang_smartgen.transfer.messages import Registration
-from sglang_smartgen.transfer.push import Peer
+from sglang_smartgen.transfer.push_room import Peer
 
 logger = logging.getLogger(__name__)
 

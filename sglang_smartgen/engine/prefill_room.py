@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from sglang_smartgen.core import prefill_room as core
 from sglang_smartgen.transfer.messages import Endpoint, OpenRoom
-from sglang_smartgen.transfer.push import Peer, PushRoom
+from sglang_smartgen.transfer.push_room import Peer, PushRoom
 
 
 class Outcome(Protocol):

@@ -27,7 +27,7 @@ from sglang_smartgen.core.prefill_room import PrefillRoom as Machine
 from sglang_smartgen.engine.prefill_room import Outcome, PrefillRoom
 from sglang_smartgen.transfer.fences import Fencer, Key
 from sglang_smartgen.transfer.messages import Alive, Release
-from sglang_smartgen.transfer.push import PushRoom
+from sglang_smartgen.transfer.push_room import PushRoom
 
 logger = logging.getLogger(__name__)
 

@@ -43,7 +43,8 @@ from sglang_smartgen.transfer.messages import (
     Release,
     Released,
 )
-from sglang_smartgen.transfer.push import GONE, Peer, PushRoom, PushWorker
+from sglang_smartgen.transfer.push import GONE, PushWorker
+from sglang_smartgen.transfer.push_room import Peer, PushRoom
 from sglang_smartgen.transfer.serve_channel import TransportSpec
 from sglang_smartgen.transfer.serve_parent import ServeError
 from sglang_smartgen.transfer.store import PrefillStore
@@ -224,7 +225,7 @@ class PrefillSide:
             return
         self._capture.sweep(state, slots)
         if state.began is not None:
-            state.push.prefill_s = time.monotonic() - state.began
+            state.push.prefilled(time.monotonic() - state.began)
             self._speed.learn(state.push.entry.prompt_len, state.push.prefill_s)
         self._finish(state)
         self.let_go(room)
@@ -294,7 +295,8 @@ class PrefillSide:
             push.gate.ended(done)
         if push.failure or push.ended_early:
             return
-        if not self._rooms.pushed(state, push.keep, lambda: self.server.hand_over(push.entry)):
+        keep = push.keep and push.entry.residual.left > 0
+        if not self._rooms.pushed(state, keep, lambda: self.server.hand_over(push.entry)):
             push.ended_early = push.ended_early or state.machine.failure or GONE
 
     def _start(self, state: PrefillRoom) -> None:

@@ -52,6 +52,7 @@ class PushPolicy:
             scaling=self._facts.shape.scaling,
             seed=message.generation,
             importance=self._importance(message, blocks),
+            elastic=message.proactive_blocks is None,
         )
 
     def _computed(self, message: OpenRoom, session: str, blocks: int) -> int:

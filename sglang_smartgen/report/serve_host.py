@@ -34,7 +34,7 @@ from sglang_smartgen.transfer.messages import (
     to_frames,
 )
 from sglang_smartgen.transfer.mooncake import MooncakeTransport
-from sglang_smartgen.transfer.push import Peer
+from sglang_smartgen.transfer.push_room import Peer
 from sglang_smartgen.transfer.serve_channel import TransportSpec
 from sglang_smartgen.transfer.store import PrefillStore
 from sglang_smartgen.transfer.store_server import StoreServer

@@ -31,7 +31,7 @@ from sglang_smartgen.transfer.messages import (
     Release,
     Released,
 )
-from sglang_smartgen.transfer.push import Peer
+from sglang_smartgen.transfer.push_room import Peer
 from sglang_smartgen.transfer.region import HostRegion
 from sglang_smartgen.transfer.store import EntryTable, StoreEntry
 from sglang_smartgen.transfer.transport import Span, Transport, WriteState

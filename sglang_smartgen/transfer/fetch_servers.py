@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from sglang_smartgen.transfer.fetch_server import FetchServer, Reply, Served
 from sglang_smartgen.transfer.messages import Release
-from sglang_smartgen.transfer.push import Peer
+from sglang_smartgen.transfer.push_room import Peer
 from sglang_smartgen.transfer.store import EntryTable
 from sglang_smartgen.transfer.transport import Transport
 

@@ -18,7 +18,7 @@ import torch
 from sglang_smartgen.transfer.bounce import BounceBuffer
 from sglang_smartgen.transfer.messages import Endpoint, Filled, Grant, Message
 from sglang_smartgen.transfer.pacer import Pacer
-from sglang_smartgen.transfer.push import Peer
+from sglang_smartgen.transfer.push_room import Peer
 from sglang_smartgen.transfer.residual import Portion
 from sglang_smartgen.transfer.store import EntryTable
 from sglang_smartgen.transfer.transport import Span, Transport, TransportError, WriteState

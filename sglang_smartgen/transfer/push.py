@@ -4,10 +4,15 @@ Owner: one `PushWorker` a prefill rank, with one thread a decode session, so tha
 holds up no other. The scheduler thread fills the store entry and then calls `layer_ready`; `finish`
 follows the last layer of the last chunk. Both only note what waits, which wakes that session's push
 thread. It alone encodes the room's metadata, writes to D and calls `finish`'s callback, and it ends
-when its D has wanted nothing for a while. What has piled up of a room becomes one write.
+when its D has wanted nothing for a while. What has piled up of a room goes out in writes of about a
+tenth of a second.
 
 Per write the order is: KV and metadata, wait until they are complete, then the mask. A transport
 orders nothing between two writes, so the wait is what makes "mask says local" true (design 2.2).
+
+An elastic plan (core/room_plan.py) keeps the network busy exactly as long as prefill takes: with
+nothing planned at hand the thread sends more blocks, and what is planned but still here when
+prefill ends is left to the remote lane and the fill.
 """
 
 from __future__ import annotations
@@ -16,98 +21,22 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
-
-import msgspec
-import numpy as np
-import numpy.typing as npt
-from torch import Tensor
 
 from sglang_smartgen.core.counts import counts
-from sglang_smartgen.core.room_plan import RoomPlan
 from sglang_smartgen.select.base import Selector
-from sglang_smartgen.transfer.messages import Endpoint, Registration
+from sglang_smartgen.transfer.push_load import Load, Piece, cut, pieces_of
+from sglang_smartgen.transfer.push_room import PushRoom
 from sglang_smartgen.transfer.region import HostRegion
-from sglang_smartgen.transfer.spans import spans_for_slots
-from sglang_smartgen.transfer.store import StoreEntry
 from sglang_smartgen.transfer.transport import Region, Span, Transport, WriteState
 
 logger = logging.getLogger(__name__)
 
-WRITE_BYTES = 4 << 20
-"""Aim of one write: large enough for the network, small enough that a fetch need not wait long."""
+WRITE_S, WRITE_BYTES = 0.1, (128 << 10, 4 << 20)
+"""Aim of one write: large enough for the network, small enough that nothing waits long for it."""
+FIRST_WRITE_BYTES = 512 << 10  # before the network has been measured
 LINGER_S = 60.0
 """A push thread without work ends after it."""
 GONE = "the request or its decode node is gone"
-
-
-class Peer(msgspec.Struct, frozen=True):
-    """A decode rank as P writes to it. Addresses are the decode rank's, one a layer."""
-
-    registration: Registration
-    keys: list[int]
-    values: list[int]
-
-    def mask_address(self, layer: int, row: int, position: int) -> int:
-        """Address of one mask byte."""
-        r = self.registration
-        return r.mask + (layer * r.mask_rows + row) * r.mask_width + position
-
-
-class Gate(Protocol):
-    """Whether P may still write for a room; asked and told around every write."""
-
-    def live(self) -> bool:
-        """False once the room has ended: nothing more need be prepared."""
-
-    def began(self) -> bool:
-        """Leave for one write; if given, `ended` must follow."""
-
-    def ended(self, done: bool) -> None:
-        """The write is complete, or its bytes may still land."""
-
-
-class PushRoom:
-    """What the push thread knows of one room.
-
-    `failure` is the cause of a failed write, whose bytes may still land; `ended_early` the cause of
-    an end without one. Each is set once and ends the pushes. writes: one (monotonic start, end,
-    bytes, spans) a write, data and mask alike.
-    """
-
-    def __init__(
-        self,
-        *,
-        entry: StoreEntry,
-        plan: RoomPlan,
-        peer: Peer,
-        reply: Endpoint,
-        slots: npt.NDArray[np.int64],
-        row: int,
-        with_metadata: bool,
-        keep: bool,
-        gate: Gate,
-        verify: bool = False,
-    ) -> None:
-        self.entry = entry
-        self.plan = plan
-        self.peer = peer
-        self.reply = reply
-        self.slots = slots
-        self.row = row
-        self.with_metadata = with_metadata
-        self.keep = keep
-        self.gate = gate
-        self.verify = verify  # D wants checksums
-        self.pushed = [0] * len(entry.captured)
-        # The prompt's last queries [w, q_heads, head_dim] by layer, for a plan that looks at them.
-        self.queries: dict[int, Tensor] = {}
-        self.prefill_s = 0.0
-        self.proactive_bytes = 0
-        self.metadata_bytes = 0
-        self.writes: list[tuple[float, float, int, int]] = []
-        self.failure: str | None = None
-        self.ended_early: str | None = None
 
 
 class PushWorker:
@@ -182,26 +111,42 @@ class PushWorker:
         return lane.pending.setdefault(room, _Pending())
 
     def _run(self, session: str, lane: _Lane) -> None:
-        while True:
-            with self._lock:
-                if not lane.pending:
-                    self._work(lane, False)
-                    if not self._closing:
-                        lane.changed.wait(LINGER_S)
-                    if not lane.pending:
-                        del self._lanes[session]
-                        return
-                work, lane.pending = lane.pending, {}
-                self._work(lane, True)
+        wait = True
+        while (work := self._next(session, lane, wait)) is not None:
             for room, pending in work.items():
-                try:
-                    self._process(room, sorted(pending.layers))
-                except Exception as error:
-                    # A bug in one room must not end the thread for all rooms.
-                    logger.exception("push of room %s failed", room.entry.room)
-                    room.failure = room.failure or f"push failed: {error}"
+                self._guarded(room, self._process, sorted(pending.layers))
+                lane.open.add(room)
+                if pending.done:
+                    lane.open.discard(room)
                 for done in pending.done:
                     _report(room, done)
+            wait = True
+            for room in list(lane.open):
+                if not lane.pending and self._guarded(room, self._send_more):
+                    wait = False
+
+    def _next(self, session: str, lane: _Lane, wait: bool) -> dict[PushRoom, _Pending] | None:
+        """What is pending, waited for if asked to; None when the thread is to end."""
+        with self._lock:
+            if not lane.pending and (wait or self._closing):
+                self._work(lane, False)
+                if not self._closing:
+                    lane.changed.wait(LINGER_S)
+                if not lane.pending:
+                    del self._lanes[session]
+                    return None
+            work, lane.pending = lane.pending, {}
+            self._work(lane, True)
+            return work
+
+    def _guarded(self, room: PushRoom, action: Callable[..., bool], *layers: list[int]) -> bool:
+        try:
+            return action(room, *layers)
+        except Exception as error:
+            # A bug in one room must not end the thread for all rooms.
+            logger.exception("push of room %s failed", room.entry.room)
+            room.failure = room.failure or f"push failed: {error}"
+            return False
 
     def _work(self, lane: _Lane, working: bool) -> None:
         """The lane begins or ends to work; the caller holds the lock, so the order is told."""
@@ -210,58 +155,62 @@ class PushWorker:
         if any(other.working for other in self._lanes.values()) != before:
             self._on_busy(working)
 
-    def _process(self, room: PushRoom, layers: list[int]) -> None:
-        load = _Load()
+    def _process(self, room: PushRoom, layers: list[int]) -> bool:
+        """Send what these layers have new; False when the room is over."""
+        load, size = Load(), self._write_bytes(room)
         for layer in layers:
-            if room.failure or room.ended_early:
-                return
-            if not room.gate.live():
-                # Said here, or the room would pass for pushed.
-                room.ended_early = room.ended_early or GONE
-                return
-            self._collect(room, layer, load)
-            if load.proactive_bytes + load.metadata_bytes >= WRITE_BYTES:
-                self._send(room, load)
-                load = _Load()
+            if not self._alive(room):
+                return False
+            for piece in pieces_of(room, layer, self._selector, size):
+                if self._late(room, piece, load):
+                    room.plan.give_up(piece.layer, piece.first, piece.last)
+                    continue
+                load.add(room, piece, self.ones.address)
+                if load.bytes >= size:
+                    self._send(room, load)
+                    load, size = Load(), self._write_bytes(room)
         self._send(room, load)
+        return not room.over
 
-    def _collect(self, room: PushRoom, layer: int, load: _Load) -> None:
-        """Add what `layer` has new: planned blocks, metadata, and the mask of the blocks."""
-        entry, peer = room.entry, room.peer
-        start, stop = room.pushed[layer], entry.captured[layer]
-        room.pushed[layer] = stop
-        row_bytes = peer.registration.kv_row_bytes
-        queries = room.queries.pop(layer, None)
-        keys = entry.kv[layer, 0, :stop]
-        for first, last in room.plan.ranges(layer, start, stop, queries, keys):
-            entry.residual.mark_tokens(layer, first, last)
-            for side, bases in enumerate((peer.keys, peer.values)):
-                source = entry.kv[layer, side, first:last].data_ptr()
-                wanted = room.slots[first:last]
-                load.data += spans_for_slots(source, row_bytes, bases[layer], wanted)
-            load.masks.append(
-                Span(
-                    self._ones.region.address,
-                    peer.mask_address(layer, room.row, first),
-                    last - first,
-                )
-            )
-            load.proactive_bytes += 2 * row_bytes * (last - first)
-        if room.with_metadata and layer in entry.sparse_layers:
-            first, last = entry.encode(layer, self._selector)
-            if first < last:
-                sparse = entry.sparse_layers.index(layer)
-                length = peer.registration.metadata_row_bytes
-                source = entry.metadata[sparse, first:last].data_ptr()
-                base = peer.registration.metadata[sparse]
-                load.data += spans_for_slots(source, length, base, room.slots[first:last])
-                load.metadata_bytes += length * (last - first)
+    def _send_more(self, room: PushRoom) -> bool:
+        """One write of blocks that were not planned, while prefill goes on; False: none is left."""
+        if not room.plan.elastic or room.late_at is not None or not self._alive(room):
+            return False
+        size = self._write_bytes(room)
+        tokens = max(1, size // (2 * room.peer.registration.kv_row_bytes))
+        load = Load()
+        for layer, first, last in room.plan.more(room.pushed, room.plan.blocks_of(tokens)):
+            for piece in cut(layer, first, last, size, room):
+                load.add(room, piece, self.ones.address)
+        self._send(room, load)
+        return load.bytes > 0 and not room.over
 
-    def _send(self, room: PushRoom, load: _Load) -> None:
+    def _alive(self, room: PushRoom) -> bool:
+        if not room.over and not room.gate.live():
+            # Said here, or the room would pass for pushed.
+            room.ended_early = room.ended_early or GONE
+        return not room.over
+
+    def _late(self, room: PushRoom, piece: Piece, load: Load) -> bool:
+        """Whether decode, which could begin soon, would wait for this piece."""
+        if not room.plan.elastic or room.late_at is None or not piece.optional:
+            return False
+        rate = self._transport.bandwidth(room.peer.registration.session)
+        if rate is None:
+            return False
+        return time.monotonic() + (load.bytes + piece.bytes) / rate > room.late_at
+
+    def _write_bytes(self, room: PushRoom) -> int:
+        rate = self._transport.bandwidth(room.peer.registration.session)
+        if rate is None:
+            return FIRST_WRITE_BYTES
+        return int(min(max(rate * WRITE_S, WRITE_BYTES[0]), WRITE_BYTES[1]))
+
+    def _send(self, room: PushRoom, load: Load) -> None:
         for spans in (load.data, load.masks):
-            if spans and not (room.failure or room.ended_early):
+            if spans and not room.over:
                 self._write(room, spans)
-        if not (room.failure or room.ended_early):
+        if not room.over:
             room.proactive_bytes += load.proactive_bytes
             room.metadata_bytes += load.metadata_bytes
             counts.pushed(load.proactive_bytes > 0, load.metadata_bytes > 0)
@@ -284,15 +233,6 @@ class PushWorker:
             room.gate.ended(done)
 
 
-class _Load(msgspec.Struct):
-    """What one write carries, and the masks that follow it."""
-
-    data: list[Span] = []
-    masks: list[Span] = []
-    proactive_bytes: int = 0
-    metadata_bytes: int = 0
-
-
 class _Pending:
     """What waits of one room, to be sent together: a slow network sees large writes."""
 
@@ -310,6 +250,7 @@ class _Lane:
         self.changed = threading.Condition(lock)
         self.pending: dict[PushRoom, _Pending] = {}  # in the order of their first job
         self.working = False
+        self.open: set[PushRoom] = set()  # begun, not finished; the thread's own
 
 
 def _report(room: PushRoom, done: Callable[[PushRoom], None]) -> None:

@@ -48,7 +48,7 @@ from sglang_smartgen.transfer.messages import (
     from_frames,
     to_frames,
 )
-from sglang_smartgen.transfer.push import Peer
+from sglang_smartgen.transfer.push_room import Peer
 from sglang_smartgen.transfer.region import SharedRegion
 from sglang_smartgen.transfer.residual import Residual
 from sglang_smartgen.transfer.seal import Sealer, sealer_from_env

@@ -24,7 +24,7 @@ from sglang_smartgen.transfer.fetch_server import Reply
 from sglang_smartgen.transfer.fetch_servers import FetchServers
 from sglang_smartgen.transfer.messages import Endpoint, Fetch, Grant, Registration, Release
 from sglang_smartgen.transfer.mooncake import engine_progress_timeout_s
-from sglang_smartgen.transfer.push import Peer
+from sglang_smartgen.transfer.push_room import Peer
 from sglang_smartgen.transfer.serve_channel import TransportSpec
 from sglang_smartgen.transfer.serve_parent import Key, ServerProcess
 from sglang_smartgen.transfer.store import PrefillStore, StoreEntry

@@ -227,6 +227,56 @@ def test_observed_ranks_by_what_the_last_queries_select(case: Case, prior: bool)
     assert plan.residual().tolist() == [code for block in rest for code in case.tokens(*block)]
 
 
+@settings(deadline=None, max_examples=40)
+@given(cases(), st.sampled_from(ORDERS), st.integers(1, 9), st.data())
+def test_an_elastic_plan_sends_everything_once_but_what_it_gives_up(
+    case: Case, order: str, count: int, data: st.DataObject
+) -> None:
+    plan, keys, queries = case.plan(order, case.importance), case.keys(), case.queries()
+    sent: list[int] = []
+    stops = [0] * case.geometry.layers
+
+    def take(layer: int, first: int, last: int) -> None:
+        assert 0 <= first < last <= stops[layer]
+        sent.extend(layer * case.prompt_len + t for t in range(first, last))
+
+    given_up: set[int] = set()
+    for start, stop in pairwise(case.edges):
+        for layer in range(case.geometry.layers):
+            stops[layer] = stop
+            seen = queries[layer] if stop == case.prompt_len else None
+            for first, last in plan.ranges(layer, start, stop, seen, keys[layer, :stop]):
+                if layer in case.sparse and data.draw(st.booleans()):
+                    plan.give_up(layer, first, last)
+                    base = layer * case.prompt_len
+                    given_up |= {base + t for t in range(first, last)}
+                else:
+                    take(layer, first, last)
+        for more in plan.more(stops, count):
+            assert more[0] in case.sparse
+            given_up -= {more[0] * case.prompt_len + t for t in range(more[1], more[2])}
+            take(*more)
+    left = plan.residual().tolist()
+    everything = set(range(case.geometry.layers * case.prompt_len))
+    assert given_up <= set(left)
+    assert set(sent) | set(left) == everything
+    while more_of_all := plan.more(stops, count):
+        assert sum(last - first for _, first, last in more_of_all) <= count * max(
+            b - a for a, b in pairwise(case.bounds)
+        )
+    assert plan.residual().numel() == 0
+
+
+@settings(deadline=None, max_examples=25)
+@given(cases(), st.sampled_from(STATIC))
+def test_more_takes_the_best_that_is_left(case: Case, order: str) -> None:
+    plan = case.plan(order, case.importance)
+    rest = case.ranking(order)[case.budget :]
+    found = plan.more([case.prompt_len] * case.geometry.layers, 2)
+    codes = [layer * case.prompt_len + t for layer, a, b in found for t in range(a, b)]
+    assert codes == sorted(code for block in rest[:2] for code in case.tokens(*block))
+
+
 def test_an_order_without_its_importance_is_refused() -> None:
     case = Case(KVGeometry(4, HEADS, DIM, torch.float32), 8, 4, 9, 0, [0, 8], torch.zeros(4, 4))
     for order in ("profile", "oracle"):

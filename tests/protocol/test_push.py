@@ -20,7 +20,8 @@ from sglang_smartgen.select.base import KVShape
 from sglang_smartgen.select.exact import ExactSelector
 from sglang_smartgen.transfer.fake import FakeNetwork, FakeTransport, Fault, FaultKind
 from sglang_smartgen.transfer.messages import VERSION, Endpoint, Registration
-from sglang_smartgen.transfer.push import Peer, PushRoom, PushWorker
+from sglang_smartgen.transfer.push import PushWorker
+from sglang_smartgen.transfer.push_room import Peer, PushRoom
 from sglang_smartgen.transfer.store import PrefillStore
 from sglang_smartgen.transfer.transport import Region, Span, WriteHandle
 
@@ -38,6 +39,10 @@ class WatchedTransport(FakeTransport):
     def __init__(self, network: FakeNetwork, session: str) -> None:
         super().__init__(network, session)
         self.too_early: list[str] = []
+        self.rate: float | None = None
+
+    def bandwidth(self, peer: str) -> float | None:
+        return self.rate
 
     def write(self, peer: str, spans: Sequence[Span]) -> WriteHandle:
         if self.check is not None:
@@ -186,7 +191,7 @@ def bench() -> Iterator[Bench]:
     made.worker.close()
 
 
-def make_plan(order: str, k_r: int, seed: int = 0) -> RoomPlan:
+def make_plan(order: str, k_r: int, seed: int = 0, *, elastic: bool = False) -> RoomPlan:
     """Blocks of 4 tokens; the importance is random."""
     made = torch.Generator().manual_seed(seed)
     return RoomPlan(
@@ -199,6 +204,7 @@ def make_plan(order: str, k_r: int, seed: int = 0) -> RoomPlan:
         scaling=1.0,
         seed=seed,
         importance=torch.rand((LAYERS, 10), generator=made),
+        elastic=elastic,
     )
 
 
@@ -406,3 +412,53 @@ def test_every_write_is_reported_as_it_ended(bench: Bench) -> None:
     bench.prefill(room)
     bench.end(room)
     assert gate.ends == [True, False] and room.failure is not None
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_while_the_network_is_idle_an_elastic_plan_sends_more(bench: Bench, order: str) -> None:
+    room = bench.room(plan := make_plan(order, 25, elastic=True))
+    bench.prefill(room, [10])
+    deadline = time.monotonic() + PATIENCE_S
+    while not bool((bench.mask[DENSE_LAYERS:, ROW, :8] == LOCAL).all()):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    bench.prefill(room, [TOKENS])
+    while not bool((bench.mask[:, ROW, :TOKENS] == LOCAL).all()):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    room.prefilled(1.0)
+    bench.end(room)
+    assert room.entry.residual.left == 0
+    bench.assert_landed(plan, metadata=True)
+    assert room.proactive_bytes == LAYERS * TOKENS * 2 * bench.geometry.row_bytes  # nothing twice
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_what_is_planned_but_late_is_left_over(bench: Bench, elastic: bool) -> None:
+    room = bench.room(plan := make_plan("observed", 40, elastic=elastic))
+    bench.p.rate = 1.0  # byte a second: nothing is in time
+    bench.p.hold()
+    room.entry.capture(0, bench.here, bench.source[0, 0], bench.source[1, 0], TOKENS)
+    bench.worker.layer_ready(room, 0)
+    bench.writes_begun(1)
+    bench.prefill(room)
+    room.prefilled(0.1)
+    bench.p.release()
+    bench.end(room)
+    left = (LAYERS - DENSE_LAYERS) * TOKENS * HEADS if elastic else 0
+    assert room.entry.residual.left == left
+    assert plan.residual().numel() == left // HEADS
+    bench.assert_landed(plan, metadata=True)
+
+
+def test_a_fast_network_leaves_nothing_over(bench: Bench) -> None:
+    room = bench.room(plan := make_plan("observed", 40, elastic=True))
+    bench.p.rate = 1e9
+    bench.p.hold()
+    bench.prefill(room)
+    bench.writes_begun(1)
+    room.prefilled(100.0)
+    bench.p.release()
+    bench.end(room)
+    assert room.entry.residual.left == 0
+    bench.assert_landed(plan, metadata=True)

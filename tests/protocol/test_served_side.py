@@ -33,7 +33,7 @@ from sglang_smartgen.transfer.messages import (
     to_frames,
 )
 from sglang_smartgen.transfer.mooncake import MooncakeTransport
-from sglang_smartgen.transfer.push import PushRoom
+from sglang_smartgen.transfer.push_room import PushRoom
 from sglang_smartgen.transfer.serve_channel import TransportSpec
 
 ENTRY = 2 * DIM * 2  # bytes, bfloat16

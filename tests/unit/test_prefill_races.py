@@ -13,7 +13,7 @@ from prefill_bench import D_END, PATIENCE_S, ROOM, SHORT_S, TOKENS, Bench
 from sglang_smartgen.engine import prefill_side as module
 from sglang_smartgen.transfer.fake import FakeTransport, Fault, FaultKind
 from sglang_smartgen.transfer.messages import Release, Released
-from sglang_smartgen.transfer.push import PushRoom
+from sglang_smartgen.transfer.push_room import PushRoom
 
 GIVEN_UP = "the decode node ended the request before it could start"
 
