@@ -17,6 +17,10 @@ BENCHMARKS = {
         "sglang_smartgen.report.bench_agreement",
         "next token with selection against full attention, teacher-forced through real servers",
     ),
+    "cluster": Command(
+        "sglang_smartgen.report.bench_cluster",
+        "several prefill or decode servers under load, and one of them killed",
+    ),
     "kernels": Command(
         "sglang_smartgen.report.bench_kernels",
         "index split and row gather beside a decode step, torch and memcpy",

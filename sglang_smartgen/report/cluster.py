@@ -1,10 +1,11 @@
-"""One prefill server, one decode server and a router on this machine, as a context manager.
+"""Prefill servers, decode servers and a router on this machine, as a context manager.
 
     with Cluster(model, config={"ratio": 0.2}, log_dir=Path("logs")) as cluster:
         Client(cluster.url).generate("Once upon a time", max_new_tokens=16)
 
-The caller's thread owns the processes; while they start, a thread for each asks whether it is up.
-Whatever ends the caller, the processes end too (see `processes`).
+Servers are named `prefill`, `prefill-2` and so on, and `decode`, `decode-2`. The caller's thread
+owns the processes; while they start, a thread for each asks whether it is up. Whatever ends the
+caller, the processes end too (see `processes`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from typing import Any, Self
 from sglang_smartgen.config import CONFIG_ENV
 from sglang_smartgen.report.processes import ServerProcess, session_members, stop
 
-ROLES = ("prefill", "decode", "router")
 PORTS = range(20480, 32000)  # below the ports that the kernel gives to outgoing connections
 POLL_S = 0.5
 HEALTH_S = 30.0  # a /health answer of SGLang takes 1 to 20 s: it generates a token
@@ -41,11 +41,12 @@ class ClusterError(RuntimeError):
 
 
 class Cluster:
-    """A running prefill and decode pair behind SGLang's mini router, all on `host`.
+    """Running prefill and decode servers behind SGLang's mini router, all on `host`.
 
-    decode_host: another address of this machine, for the decode server alone. config: SmartGen's
-    configuration of both sides, None = stock SGLang; `decode_config` replaces it on the decode side
-    where it is given. prefill_args, decode_args: flags for SGLang behind ours.
+    prefills, decodes: how many of each. decode_host: another address of this machine, for the
+    decode servers alone. config: SmartGen's configuration of both sides, None = stock SGLang;
+    `decode_config` replaces it on the decode side where it is given. prefill_args, decode_args:
+    flags for SGLang behind ours.
     Enter (or `start`) raises ClusterError when a process ends or `start_timeout_s` passes.
     """
 
@@ -63,10 +64,16 @@ class Cluster:
         max_total_tokens: int = 20000,
         start_timeout_s: float = 600.0,
         env: Mapping[str, str] | None = None,
+        prefills: int = 1,
+        decodes: int = 1,
     ) -> None:
         self.model = str(model)
         self.host = host
-        self._hosts = dict.fromkeys(ROLES, host) | {"decode": decode_host or host}
+        self.prefills = _names("prefill", prefills)
+        self.decodes = _names("decode", decodes)
+        self._names = (*self.prefills, *self.decodes, "router")
+        self._hosts = dict.fromkeys(self._names, host)
+        self._hosts.update(dict.fromkeys(self.decodes, decode_host or host))
         self.log_dir = Path(log_dir).resolve()
         self._configs = {
             "prefill": config,
@@ -94,11 +101,13 @@ class Cluster:
         self.stop()
 
     def start(self, progress: Progress | None = None) -> None:
-        """Start all three and wait until they answer; on any failure nothing is left running."""
+        """Start all of them and wait until they answer; on any failure nothing is left running."""
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        names = (*ROLES, "bootstrap", "prefill nccl", "decode nccl")
+        servers = (*self.prefills, *self.decodes)
+        more = [f"{name} bootstrap" for name in self.prefills] + [f"{n} nccl" for n in servers]
+        names = (*self._names, *more)
         self._ports = dict(zip(names, free_ports(len(names)), strict=True))
-        self._launch(ROLES, progress)
+        self._launch(self._names, progress)
 
     def stop(self, grace_s: float = 8.0) -> None:
         """End all processes of the cluster; harmless when it has ended already."""
@@ -123,16 +132,16 @@ class Cluster:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
 
-    def kill_prefill(self) -> None:
-        """SIGKILL the prefill server with all its processes, as a crash of the machine would."""
-        stop([self._processes.pop("prefill")], grace_s=0)
+    def kill_prefill(self, name: str = "prefill") -> None:
+        """SIGKILL a prefill server with all its processes, as a crash of the machine would."""
+        stop([self._processes.pop(name)], grace_s=0)
 
-    def restart_prefill(self, progress: Progress | None = None) -> None:
-        """Start the prefill server again at the same ports (after killing it, if it still runs)."""
-        if "prefill" in self._processes:
-            self.kill_prefill()
-        self._ports["prefill nccl"] = free_ports(1)[0]
-        self._launch(["prefill"], progress)
+    def restart_prefill(self, progress: Progress | None = None, name: str = "prefill") -> None:
+        """Start a prefill server again at the same ports (after killing it, if it still runs)."""
+        if name in self._processes:
+            self.kill_prefill(name)
+        self._ports[f"{name} nccl"] = free_ports(1)[0]
+        self._launch([name], progress)
 
     def _launch(self, roles: Sequence[str], progress: Progress | None) -> None:
         try:
@@ -198,8 +207,8 @@ class Cluster:
 
     @property
     def urls(self) -> dict[str, str]:
-        """HTTP addresses of `prefill`, `decode` and `router`."""
-        return {role: f"http://{self._hosts[role]}:{self._ports[role]}" for role in ROLES}
+        """HTTP addresses of every server and of `router`."""
+        return {name: f"http://{self._hosts[name]}:{self._ports[name]}" for name in self._names}
 
     @property
     def url(self) -> str:
@@ -211,46 +220,51 @@ class Cluster:
         """Process ids of the running launchers; each leads the session of its server."""
         return {role: process.pid for role, process in self._processes.items()}
 
-    def command(self, role: str) -> list[str]:
-        """The command line of `role`."""
-        port = str(self._ports[role])
+    def command(self, name: str) -> list[str]:
+        """The command line of a server or the router."""
+        port = str(self._ports[name])
         python = [sys.executable, "-P", "-m"]
-        if role == "router":
-            bootstrap = str(self._ports["bootstrap"])
-            return [
-                *python,
-                "sglang_router.launch_router",
-                *("--pd-disaggregation", "--mini-lb", "--host", self.host, "--port", port),
-                *("--prefill", self.urls["prefill"], bootstrap, "--decode", self.urls["decode"]),
-            ]
+        if name == "router":
+            command = [*python, "sglang_router.launch_router", "--pd-disaggregation", "--mini-lb"]
+            command += ["--host", self.host, "--port", port]
+            for prefill in self.prefills:
+                command += [
+                    "--prefill",
+                    self.urls[prefill],
+                    str(self._ports[f"{prefill} bootstrap"]),
+                ]
+            for decode in self.decodes:
+                command += ["--decode", self.urls[decode]]
+            return command
+        role = _role(name)
         command = [
             *python,
             "sglang_smartgen.launch_server",
-            *("--model-path", self.model, "--host", self._hosts[role], "--port", port),
+            *("--model-path", self.model, "--host", self._hosts[name], "--port", port),
             *("--disaggregation-mode", role, "--disaggregation-transfer-backend", "mooncake"),
-            *("--nccl-port", str(self._ports[f"{role} nccl"])),
+            *("--nccl-port", str(self._ports[f"{name} nccl"])),
             # The share counts what other processes use; --max-total-tokens sets the pool's size.
             *("--dtype", "float32", "--mem-fraction-static", "0.7"),
             *("--max-total-tokens", str(self._max_total_tokens), "--max-running-requests", "8"),
             "--skip-server-warmup",
         ]
         if role == "prefill":
-            command += ["--disaggregation-bootstrap-port", str(self._ports["bootstrap"])]
+            command += ["--disaggregation-bootstrap-port", str(self._ports[f"{name} bootstrap"])]
         config = self._configs[role]
         if config is not None:
             command += ["--enable-smartgen", "--smartgen-config", json.dumps(config)]
         return command + self._extra_args[role]
 
-    def environment(self, role: str) -> dict[str, str]:
-        """The environment of `role`: ours, one core for each server, and no network but `host`."""
-        core = ("prefill", "decode", "router").index(role) % (os.cpu_count() or 1)
+    def environment(self, name: str) -> dict[str, str]:
+        """The environment of a server: ours, one core for each, and no network but `host`."""
+        core = self._names.index(name) % (os.cpu_count() or 1)
         programs = str(Path(sys.executable).parent)
         env = {
             **os.environ,
             "PATH": os.pathsep.join([programs, os.environ.get("PATH", os.defpath)]),
             "PYTHONSAFEPATH": "1",  # else a folder `triton_kernels` could be imported from the top
-            "SGLANG_HOST_IP": self._hosts[role],
-            "HOST_IP": self._hosts[role],
+            "SGLANG_HOST_IP": self._hosts[name],
+            "HOST_IP": self._hosts[name],
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "SGLANG_CPU_OMP_THREADS_BIND": str(core),
@@ -261,18 +275,18 @@ class Cluster:
 
     # Questions ------------------------------------------------------------------------------
 
-    def server_info(self, role: str) -> dict[str, Any]:
-        """/server_info of `prefill` or `decode`."""
+    def server_info(self, name: str) -> dict[str, Any]:
+        """/server_info of a server."""
         import requests
 
-        response = requests.get(f"{self.urls[role]}/server_info", timeout=30)
+        response = requests.get(f"{self.urls[name]}/server_info", timeout=30)
         response.raise_for_status()
         info: dict[str, Any] = response.json()
         return info
 
-    def smartgen_state(self, role: str) -> dict[str, Any]:
+    def smartgen_state(self, name: str) -> dict[str, Any]:
         """SmartGen's block of /server_info. Raises KeyError on a stock server."""
-        state: dict[str, Any] = self.server_info(role)["internal_states"][0]["smartgen"]
+        state: dict[str, Any] = self.server_info(name)["internal_states"][0]["smartgen"]
         return state
 
     def flush_cache(self, role: str = "prefill", timeout_s: float = 20.0) -> None:
@@ -286,6 +300,14 @@ class Cluster:
                 f"the {role} server did not flush its cache within {timeout_s:.0f} s: "
                 f"{response.text.strip()}"
             )
+
+
+def _names(role: str, count: int) -> tuple[str, ...]:
+    return tuple(role if i == 1 else f"{role}-{i}" for i in range(1, count + 1))
+
+
+def _role(name: str) -> str:
+    return name.partition("-")[0]
 
 
 def free_ports(count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a pair of servers holds when no request is open: every trial must give all of it back."""
+"""What servers hold when no request is open: every trial must give all of it back."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 
 from sglang_smartgen.report.cluster import Cluster
 
-DECODE_OPEN = ("open_rooms", "quarantined_rooms", "quarantined_slabs", "granted_bytes")
-PREFILL_OPEN = ("open_rooms", "store_rooms")
+OPEN = {
+    "prefill": ("open_rooms", "store_rooms"),
+    "decode": ("open_rooms", "quarantined_rooms", "quarantined_slabs", "granted_bytes"),
+}
 FREE = {"prefill": ("store_used_bytes", "free_rows"), "decode": ("free_slots", "free_rows")}
 
 
@@ -17,18 +19,25 @@ class LeakError(RuntimeError):
 
 
 def wait_until_idle(cluster: Cluster, timeout_s: float = 90.0) -> dict[str, dict[str, int]]:
-    """Free rows and slots, and store bytes in use, by role, once nothing is open any more.
+    """Free rows and slots, and store bytes in use, by server, once nothing is open any more.
 
-    Raises LeakError when rooms, quarantined slots or arena ranges are still there after
-    `timeout_s` seconds.
+    Servers that were killed are left out. Raises LeakError when rooms, quarantined slots or arena
+    ranges are still there after `timeout_s` seconds.
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        state: dict[str, Any] = {role: cluster.smartgen_state(role) for role in FREE}
-        held = {f"{key} of decode": state["decode"][key] for key in DECODE_OPEN}
-        held |= {f"{key} of prefill": state["prefill"][key] for key in PREFILL_OPEN}
+        names = [name for name in cluster.pids if name != "router"]
+        state: dict[str, Any] = {name: cluster.smartgen_state(name) for name in names}
+        held = {
+            f"{key} of {name}": found[key]
+            for name, found in state.items()
+            for key in OPEN[found["role"]]
+        }
         if not any(held.values()):
-            return {role: {key: state[role][key] for key in keys} for role, keys in FREE.items()}
+            return {
+                name: {key: found[key] for key in FREE[found["role"]]}
+                for name, found in state.items()
+            }
         if time.monotonic() > deadline:
             left = ", ".join(f"{key}: {value}" for key, value in held.items() if value)
             raise LeakError(f"still held {timeout_s:.0f} s after the last request: {left}")

@@ -96,12 +96,17 @@ class Trial:
 
     def verdicts(self) -> dict[str, int]:
         """How many requests ended how."""
-        return dict(Counter(asked.verdict for asked in self.asked))
+        return verdicts(self.asked)
 
     def causes(self) -> list[str]:
         """What the failed requests were told, each text once."""
         errors = (asked.answer.error or "" for asked in self.asked if asked.answer is not None)
         return sorted({error for error in errors if error})
+
+
+def verdicts(asked: Sequence[Asked]) -> dict[str, int]:
+    """How many of these requests ended how."""
+    return dict(Counter(one.verdict for one in asked))
 
 
 def questions(

@@ -86,8 +86,8 @@ def test_a_server_that_dies_at_start_gives_one_sentence_and_its_log(tmp_path: Pa
 
 def test_a_server_that_never_answers(tmp_path: Path) -> None:
     script = "import time; print('loading', flush=True); time.sleep(600)"
-    cluster = StandIns(tmp_path, {"prefill": script}, start_timeout_s=3)
-    with pytest.raises(ClusterError, match="the prefill server does not answer 3 s") as failure:
+    cluster = StandIns(tmp_path, {"prefill": script}, start_timeout_s=6)
+    with pytest.raises(ClusterError, match="the prefill server does not answer 6 s") as failure:
         cluster.start()
     assert "loading" in str(failure.value)
     assert cluster.left_behind() == []
@@ -180,7 +180,7 @@ def test_commands_of_a_real_cluster(tmp_path: Path) -> None:
         decode_args=["--random-seed", "1"],
         log_dir=tmp_path,
     )
-    names = ("prefill", "decode", "router", "bootstrap", "prefill nccl", "decode nccl")
+    names = ("prefill", "decode", "router", "prefill bootstrap", "prefill nccl", "decode nccl")
     cluster._ports = {name: 20000 + number for number, name in enumerate(names)}
     prefill, decode = cluster.command("prefill"), cluster.command("decode")
     assert prefill[-2:] == ["--smartgen-config", '{"ratio": 0.5}']
@@ -190,6 +190,24 @@ def test_commands_of_a_real_cluster(tmp_path: Path) -> None:
     stock = Cluster("model", config=None, log_dir=tmp_path)
     stock._ports = cluster._ports
     assert not [word for word in stock.command("prefill") if "--smartgen" in word]
+
+
+def test_commands_of_several_servers(tmp_path: Path) -> None:
+    cluster = Cluster("model", config=None, log_dir=tmp_path, prefills=2, decodes=2)
+    servers = ("prefill", "prefill-2", "decode", "decode-2")
+    names = (*servers, "router", "prefill bootstrap", "prefill-2 bootstrap")
+    names += tuple(f"{name} nccl" for name in servers)
+    cluster._ports = {name: 20000 + number for number, name in enumerate(names)}
+    router = cluster.command("router")
+    second = router.index("--prefill", router.index("--prefill") + 1)
+    assert router[second + 1 : second + 3] == ["http://127.0.0.1:20001", "20006"]
+    assert [router[i + 1][-5:] for i, word in enumerate(router) if word == "--decode"] == [
+        "20002",
+        "20003",
+    ]
+    decode = cluster.command("decode-2")
+    assert decode[decode.index("--disaggregation-mode") + 1] == "decode"
+    assert len({cluster.environment(name)["SGLANG_HOST_IP"] for name in names[:5]}) == 1
 
 
 def test_environment_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
