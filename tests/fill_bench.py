@@ -101,7 +101,7 @@ class Bench:
             entry.kv.copy_(self.kv[room])
             entry.captured[:] = [TOKENS] * LAYERS
             for layer in range(DENSE_LAYERS):
-                entry.residual.mark_tokens(layer, 0, TOKENS)
+                entry.residual.mark_tokens(layer, torch.arange(TOKENS))
             codes = torch.arange(LAYERS * TOKENS) if order is None else order
             entry.residual.set_order(codes)
             self.rooms[room] = self._decode_room(room, slots[i * TOKENS : (i + 1) * TOKENS])

@@ -186,7 +186,7 @@ class ServeBench:
         entry.kv.copy_(self.kv[room])
         entry.captured[:] = [tokens] * LAYERS
         for layer in range(DENSE_LAYERS):
-            entry.residual.mark_tokens(layer, 0, tokens)
+            entry.residual.mark_tokens(layer, torch.arange(tokens))
         entry.residual.set_order(torch.arange(LAYERS * tokens).flip(0))
         return entry
 

@@ -111,11 +111,11 @@ class RoomPlan:
             self._observe(layer, queries, keys)
         return self._merged(self.chosen[layer] & ~before, 0, stop)
 
-    def more(self, stops: Sequence[int], count: int) -> list[tuple[int, int, int]]:
+    def more(self, stops: Sequence[int], count: int) -> dict[int, list[tuple[int, int]]]:
         """Choose the `count` best blocks that are on hand and were not planned.
 
-        stops: for each layer, how many tokens `ranges` has been asked about. (layer, first token,
-        end), layers ascending.
+        stops: for each layer, how many tokens `ranges` has been asked about. Token ranges by layer,
+        both ascending.
         """
         ends = torch.tensor(self._bounds[1:])
         ready = (ends[None, :] <= torch.tensor(stops)[:, None]) & ~self.chosen
@@ -124,16 +124,15 @@ class RoomPlan:
         added = torch.zeros_like(self.chosen)
         added.view(-1)[best] = True
         self.chosen |= added
-        return [
-            (layer, first, last)
+        return {
+            layer: self._merged(added[layer], 0, stops[layer])
             for layer in added.any(1).nonzero().flatten().tolist()
-            for first, last in self._merged(added[layer], 0, stops[layer])
-        ]
+        }
 
-    def give_up(self, layer: int, first: int, last: int) -> None:
-        """The tokens `[first, last)` of a sparse layer will not go out: they are left over."""
-        edges = torch.tensor(self._bounds)
-        self.chosen[layer] &= (edges[1:] <= first) | (edges[:-1] >= last)
+    def give_up(self, layer: int, tokens: Tensor) -> None:
+        """These tokens of a sparse layer, int64 [n], will not go out: they are left over."""
+        blocks = torch.bucketize(tokens, torch.tensor(self._bounds), right=True) - 1
+        self.chosen[layer, blocks] = False
 
     def residual(self) -> Tensor:
         """Order of what is left: int64 codes `layer * prompt_len + token`, best blocks first."""

@@ -96,7 +96,6 @@ class PrefillSide:
         self._push = PushWorker(
             transport,
             selector,
-            facts.req_to_token.shape[1],
             PUSH_TIMEOUT_S,
             on_busy=lambda busy: self.server.pushing(busy),
         )

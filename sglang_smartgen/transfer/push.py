@@ -4,11 +4,12 @@ Owner: one `PushWorker` a prefill rank, with one thread a decode session, so tha
 holds up no other. The scheduler thread fills the store entry and then calls `layer_ready`; `finish`
 follows the last layer of the last chunk. Both only note what waits, which wakes that session's push
 thread. It alone encodes the room's metadata, writes to D and calls `finish`'s callback, and it ends
-when its D has wanted nothing for a while. What has piled up of a room goes out in writes of about a
-tenth of a second.
+when its D has wanted nothing for a while.
 
-Per write the order is: KV and metadata, wait until they are complete, then the mask. A transport
-orders nothing between two writes, so the wait is what makes "mask says local" true (design 2.2).
+What waits goes out in writes of about a twentieth of a second, one at a time. While one is under
+way the thread prepares the next, which then carries new KV and metadata and the masks of what has
+arrived before. A transport orders nothing between two writes, so a mask is written only when the
+write of its data is complete (design 2.2).
 
 An elastic plan (core/room_plan.py) keeps the network busy exactly as long as prefill takes: with
 nothing planned at hand the thread sends more blocks, and what is planned but still here when
@@ -22,16 +23,18 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
+import torch
+
 from sglang_smartgen.core.counts import counts
 from sglang_smartgen.select.base import Selector
-from sglang_smartgen.transfer.push_load import Load, Piece, cut, pieces_of
+from sglang_smartgen.transfer.push_load import Load, Piece, kv_pieces, pieces_of
 from sglang_smartgen.transfer.push_room import PushRoom
-from sglang_smartgen.transfer.region import HostRegion
-from sglang_smartgen.transfer.transport import Region, Span, Transport, WriteState
+from sglang_smartgen.transfer.transport import Transport, WriteHandle, WriteState
 
 logger = logging.getLogger(__name__)
 
-WRITE_S, WRITE_BYTES = 0.1, (128 << 10, 4 << 20)
+WRITE_S, WRITE_BYTES = 0.05, (128 << 10, 4 << 20)
 """Aim of one write: large enough for the network, small enough that nothing waits long for it."""
 FIRST_WRITE_BYTES = 512 << 10  # before the network has been measured
 LINGER_S = 60.0
@@ -46,7 +49,6 @@ class PushWorker:
         self,
         transport: Transport,
         selector: Selector,
-        max_len: int,
         timeout_s: float,
         on_busy: Callable[[bool], None] = lambda _: None,
     ) -> None:
@@ -55,18 +57,9 @@ class PushWorker:
         self._on_busy = on_busy
         self._selector = selector
         self._timeout_s = timeout_s
-        # The source of every mask write: a run of LOCAL, registered once.
-        self._ones = HostRegion(max_len)
-        self._ones.bytes.fill_(1)
-        transport.register(self.ones)
         self._lock = threading.Lock()
         self._lanes: dict[str, _Lane] = {}
         self._closing = False
-
-    @property
-    def ones(self) -> Region:
-        """Region of the mask source."""
-        return self._ones.region
 
     def layer_ready(self, room: PushRoom, layer: int) -> None:
         """The entry holds new tokens of `layer`; they go out in the background."""
@@ -114,19 +107,22 @@ class PushWorker:
         wait = True
         while (work := self._next(session, lane, wait)) is not None:
             for room, pending in work.items():
-                self._guarded(room, self._process, sorted(pending.layers))
+                self._guarded(lane, room, self._process, sorted(pending.layers))
                 lane.open.add(room)
                 if pending.done:
                     lane.open.discard(room)
+                    self._guarded(lane, room, self._flush)
                 for done in pending.done:
                     _report(room, done)
             wait = True
             for room in list(lane.open):
-                if not lane.pending and self._guarded(room, self._send_more):
+                if not lane.pending and self._guarded(lane, room, self._send_more):
                     wait = False
 
     def _next(self, session: str, lane: _Lane, wait: bool) -> dict[PushRoom, _Pending] | None:
         """What is pending, waited for if asked to; None when the thread is to end."""
+        if wait and not lane.pending and lane.under_way is not None:
+            self._guarded(lane, lane.under_way.room, self._flush)
         with self._lock:
             if not lane.pending and (wait or self._closing):
                 self._work(lane, False)
@@ -139,9 +135,11 @@ class PushWorker:
             self._work(lane, True)
             return work
 
-    def _guarded(self, room: PushRoom, action: Callable[..., bool], *layers: list[int]) -> bool:
+    def _guarded(
+        self, lane: _Lane, room: PushRoom, action: Callable[..., bool], *layers: list[int]
+    ) -> bool:
         try:
-            return action(room, *layers)
+            return action(lane, room, *layers)
         except Exception as error:
             # A bug in one room must not end the thread for all rooms.
             logger.exception("push of room %s failed", room.entry.room)
@@ -155,35 +153,45 @@ class PushWorker:
         if any(other.working for other in self._lanes.values()) != before:
             self._on_busy(working)
 
-    def _process(self, room: PushRoom, layers: list[int]) -> bool:
+    def _process(self, lane: _Lane, room: PushRoom, layers: list[int]) -> bool:
         """Send what these layers have new; False when the room is over."""
         load, size = Load(), self._write_bytes(room)
         for layer in layers:
             if not self._alive(room):
                 return False
             for piece in pieces_of(room, layer, self._selector, size):
-                if self._late(room, piece, load):
-                    room.plan.give_up(piece.layer, piece.first, piece.last)
+                if self._late(lane, room, piece, load):
+                    room.plan.give_up(layer, torch.from_numpy(piece.tokens))
                     continue
-                load.add(room, piece, self.ones.address)
+                load.add(room, piece)
                 if load.bytes >= size:
-                    self._send(room, load)
+                    self._send(lane, room, load)
                     load, size = Load(), self._write_bytes(room)
-        self._send(room, load)
+        if load.data:
+            self._send(lane, room, load)
         return not room.over
 
-    def _send_more(self, room: PushRoom) -> bool:
+    def _send_more(self, lane: _Lane, room: PushRoom) -> bool:
         """One write of blocks that were not planned, while prefill goes on; False: none is left."""
         if not room.plan.elastic or room.late_at is not None or not self._alive(room):
             return False
         size = self._write_bytes(room)
         tokens = max(1, size // (2 * room.peer.registration.kv_row_bytes))
         load = Load()
-        for layer, first, last in room.plan.more(room.pushed, room.plan.blocks_of(tokens)):
-            for piece in cut(layer, first, last, size, room):
-                load.add(room, piece, self.ones.address)
-        self._send(room, load)
-        return load.bytes > 0 and not room.over
+        for layer, ranges in room.plan.more(room.pushed, room.plan.blocks_of(tokens)).items():
+            for piece in kv_pieces(room, layer, ranges, size):
+                load.add(room, piece)
+        if load.data:
+            self._send(lane, room, load)
+        return bool(load.data) and not room.over
+
+    def _flush(self, lane: _Lane, room: PushRoom) -> bool:
+        """Nothing of the room is under way any more, and D knows of all that has arrived."""
+        self._settle(lane)
+        if room.masks:
+            self._send(lane, room, Load())
+            self._settle(lane)
+        return not room.over
 
     def _alive(self, room: PushRoom) -> bool:
         if not room.over and not room.gate.live():
@@ -191,14 +199,17 @@ class PushWorker:
             room.ended_early = room.ended_early or GONE
         return not room.over
 
-    def _late(self, room: PushRoom, piece: Piece, load: Load) -> bool:
+    def _late(self, lane: _Lane, room: PushRoom, piece: Piece, load: Load) -> bool:
         """Whether decode, which could begin soon, would wait for this piece."""
         if not room.plan.elastic or room.late_at is None or not piece.optional:
             return False
         rate = self._transport.bandwidth(room.peer.registration.session)
         if rate is None:
             return False
-        return time.monotonic() + (load.bytes + piece.bytes) / rate > room.late_at
+        now = time.monotonic()
+        write = lane.under_way
+        free_at = now if write is None else max(now, write.began + write.bytes / rate)
+        return free_at + (load.bytes + piece.bytes) / rate > room.late_at
 
     def _write_bytes(self, room: PushRoom) -> int:
         rate = self._transport.bandwidth(room.peer.registration.session)
@@ -206,31 +217,57 @@ class PushWorker:
             return FIRST_WRITE_BYTES
         return int(min(max(rate * WRITE_S, WRITE_BYTES[0]), WRITE_BYTES[1]))
 
-    def _send(self, room: PushRoom, load: Load) -> None:
-        for spans in (load.data, load.masks):
-            if spans and not room.over:
-                self._write(room, spans)
-        if not room.over:
+    def _send(self, lane: _Lane, room: PushRoom, load: Load) -> None:
+        """Start a write, once the one before it is complete."""
+        self._settle(lane)
+        if room.over:
+            return
+        spans, room.masks = load.data + room.masks, []
+        if not room.gate.began():
+            room.ended_early = room.ended_early or GONE
+            return
+        began = time.monotonic()
+        try:
+            handle = self._transport.write(room.peer.registration.session, spans)
+        except BaseException:
+            room.gate.ended(False)
+            raise
+        size = sum(span.length for span in spans)
+        lane.under_way = _Write(room, load, handle, began, size, len(spans))
+
+    def _settle(self, lane: _Lane) -> None:
+        """Wait for the write that is under way, and take note of what it has brought."""
+        write, lane.under_way = lane.under_way, None
+        if write is None:
+            return
+        room, load, done = write.room, write.load, False
+        try:
+            left = write.began + self._timeout_s - time.monotonic()
+            done = write.handle.wait(left) is WriteState.DONE
+            now = time.monotonic()
+            room.writes.append((write.began, now, write.bytes, write.spans))
+            if not done:
+                cause = write.handle.error or f"not complete after {now - write.began:.1f} s"
+                session = room.peer.registration.session
+                room.failure = room.failure or f"push to {session} failed: {cause}"
+        finally:
+            room.gate.ended(done)
+        if done:
+            room.masks += load.arrived(room)
             room.proactive_bytes += load.proactive_bytes
             room.metadata_bytes += load.metadata_bytes
             counts.pushed(load.proactive_bytes > 0, load.metadata_bytes > 0)
 
-    def _write(self, room: PushRoom, spans: list[Span]) -> None:
-        session = room.peer.registration.session
-        if not room.gate.began():
-            room.ended_early = room.ended_early or GONE
-            return
-        done, began = False, time.monotonic()
-        try:
-            handle = self._transport.write(session, spans)
-            done = handle.wait(self._timeout_s) is WriteState.DONE
-            size = sum(span.length for span in spans)
-            room.writes.append((began, time.monotonic(), size, len(spans)))
-            if not done:
-                cause = handle.error or f"not complete after {time.monotonic() - began:.1f} s"
-                room.failure = f"push to {session} failed: {cause}"
-        finally:
-            room.gate.ended(done)
+
+class _Write(msgspec.Struct):
+    """A write that has been started: when (monotonic), of how many bytes in how many spans."""
+
+    room: PushRoom
+    load: Load
+    handle: WriteHandle
+    began: float
+    bytes: int
+    spans: int
 
 
 class _Pending:
@@ -250,7 +287,9 @@ class _Lane:
         self.changed = threading.Condition(lock)
         self.pending: dict[PushRoom, _Pending] = {}  # in the order of their first job
         self.working = False
-        self.open: set[PushRoom] = set()  # begun, not finished; the thread's own
+        # The thread's own: rooms that have begun and not finished, and the write under way.
+        self.open: set[PushRoom] = set()
+        self.under_way: _Write | None = None
 
 
 def _report(room: PushRoom, done: Callable[[PushRoom], None]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from sglang_smartgen.core.room_plan import RoomPlan
 from sglang_smartgen.transfer.messages import Endpoint, Registration
 from sglang_smartgen.transfer.store import StoreEntry
+from sglang_smartgen.transfer.transport import Span
 
 GRACE, LEAST_GRACE_S = 0.02, 0.02
 """Of the time of a prefill: what pushes may take after it. A fast network needs no more."""
@@ -49,8 +50,8 @@ class PushRoom:
 
     `failure` is the cause of a failed write, whose bytes may still land; `ended_early` the cause of
     an end without one. Each is set once and ends the pushes. writes: one (monotonic start, end,
-    bytes, spans) a write, data and mask alike. late_at: monotonic time after which blocks of an
-    elastic plan would keep decode waiting; None until prefill is over.
+    bytes, spans) a write. masks: of what has arrived and D does not know of yet. late_at: monotonic
+    time after which an elastic plan's blocks would keep decode waiting; None until prefill is over.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class PushRoom:
         self.proactive_bytes = 0
         self.metadata_bytes = 0
         self.writes: list[tuple[float, float, int, int]] = []
+        self.masks: list[Span] = []
         self.failure: str | None = None
         self.ended_early: str | None = None
 

@@ -40,10 +40,9 @@ class Residual:
         self._order = torch.empty(0, dtype=torch.int64)
         self._next = 0
 
-    def mark_tokens(self, layer: int, start: int, stop: int) -> None:
-        """Tokens `[start, stop)` of a layer are on D, all KV heads."""
-        base = layer * self._prompt_len
-        self._sent[base + start : base + stop] = True
+    def mark_tokens(self, layer: int, tokens: Tensor) -> None:
+        """These tokens of a layer are on D, all KV heads; int64 [n]."""
+        self._sent[layer * self._prompt_len + tokens] = True
 
     def mark_entries(self, layer: int, head: int, positions: Tensor) -> None:
         """Entries of one KV head are on D; positions int64 [n]."""

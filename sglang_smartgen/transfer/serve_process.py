@@ -104,6 +104,7 @@ class ServedTable(EntryTable):
             length,
             self._memory.tensor(message.offset, shape, g.dtype),
             torch.empty((0, length, g.kv_heads, 0), dtype=g.dtype),  # D has its metadata
+            torch.empty((0, length), dtype=torch.uint8),  # nothing is pushed from here
             g.sparse_layers,
             Residual.restored(g, length, message.sent, message.order),
         )

@@ -38,37 +38,33 @@ def spans_for_slots(
     source: int,
     row_bytes: int,
     destination: int,
-    slots: npt.ArrayLike,
-    start: int = 0,
-    stop: int | None = None,
+    tokens: npt.NDArray[np.int64],
+    slots: npt.NDArray[np.int64],
 ) -> list[Span]:
-    """Return the coalesced spans that put tokens ``[start, stop)`` into their slots.
+    """Return the coalesced spans that put tokens into their slots.
 
     ``source`` is the address of token 0's row; rows of ``row_bytes`` bytes lie in token order.
-    ``slots`` is an integer array [tokens]: token t goes to ``destination + slots[t] * row_bytes``.
-    A run of consecutive slots becomes one span; spans come in token order. ``stop`` defaults to all
-    tokens. ValueError when the range leaves ``slots``, a slot is negative or ``row_bytes`` < 1.
+    ``tokens`` [n] are the tokens to send and ``slots`` [n] where each goes, ``destination + slot *
+    row_bytes``. Neighbours in both become one span; spans come in the order of ``tokens``.
+    ValueError when the two differ in length, one is negative or ``row_bytes`` < 1.
     """
-    rows = np.asarray(slots)
-    if rows.ndim != 1 or not (np.issubdtype(rows.dtype, np.integer) or rows.size == 0):
-        raise ValueError(f"slots must be integers [tokens], got {rows.dtype} {list(rows.shape)}")
+    if tokens.ndim != 1 or tokens.shape != slots.shape:
+        raise ValueError(
+            f"tokens is {list(tokens.shape)}, slots {list(slots.shape)}; both must be [n]"
+        )
     if row_bytes < 1:
         raise ValueError(f"row_bytes must be >= 1, got {row_bytes}")
-    end = len(rows) if stop is None else stop
-    if not 0 <= start <= end <= len(rows):
-        raise ValueError(f"token range [{start}, {end}) must lie inside [0, {len(rows)})")
-    if start == end:
+    if not len(tokens):
         return []
-    wanted = rows[start:end].astype(np.int64)
-    if int(wanted.min()) < 0:
-        raise ValueError(f"slots must be >= 0, got {int(wanted.min())}")
-    heads = np.flatnonzero(np.diff(wanted) != 1) + 1
+    for field, values in (("tokens", tokens), ("slots", slots)):
+        if (least := int(values.min())) < 0:
+            raise ValueError(f"{field} must be >= 0, got {least}")
+    heads = np.flatnonzero((np.diff(tokens) != 1) | (np.diff(slots) != 1)) + 1
     first = np.concatenate(([0], heads))
-    count = np.diff(np.concatenate((first, [len(wanted)])))
+    count = np.diff(np.concatenate((first, [len(tokens)])))
     # tolist() gives Python integers: addresses above 2**63 must not overflow int64.
+    runs = zip(tokens[first].tolist(), slots[first].tolist(), count.tolist(), strict=True)
     return [
-        Span(source + (start + at) * row_bytes, destination + slot * row_bytes, rows_ * row_bytes)
-        for at, slot, rows_ in zip(
-            first.tolist(), wanted[first].tolist(), count.tolist(), strict=True
-        )
+        Span(source + token * row_bytes, destination + slot * row_bytes, rows * row_bytes)
+        for token, slot, rows in runs
     ]

@@ -3,7 +3,8 @@
 One mapping of `budget_bytes`, which a server process can map too, holds every entry. An entry is
 laid out `[layers, 2, tokens, kv_heads, head_dim]`, so that a token range of K or of V in a layer is
 contiguous for a push and a token's row is contiguous for a fetch; the selector's metadata follows
-as `[sparse_layers, tokens, kv_heads, width]`. The scheduler thread opens and fills entries, the
+as `[sparse_layers, tokens, kv_heads, width]`, and D's mask as the push has made it, `[layers,
+tokens]` bytes. The scheduler thread opens and fills entries, the
 push and fetch threads read them, and the last of them to let go frees the range (reference count
 under the store's lock).
 """
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from sglang_smartgen.core.checksums import layer_checksums
 from sglang_smartgen.core.geometry import KVGeometry
+from sglang_smartgen.core.mask import REMOTE
 from sglang_smartgen.core.ranges import RangeAllocator
 from sglang_smartgen.select.base import Selector
 from sglang_smartgen.transfer.region import SharedRegion
@@ -34,6 +36,7 @@ class StoreEntry:
         prompt_len: int,
         kv: Tensor,
         metadata: Tensor,
+        mask: Tensor,
         sparse_layers: tuple[int, ...],
         residual: Residual,
     ) -> None:
@@ -42,6 +45,7 @@ class StoreEntry:
         self.prompt_len = prompt_len
         self.kv = kv
         self.metadata = metadata
+        self.mask = mask
         self.sparse_layers = sparse_layers
         self.residual = residual
         self.captured = [0] * kv.shape[0]
@@ -186,7 +190,8 @@ class PrefillStore(EntryTable):
 
     def entry_bytes(self, prompt_len: int) -> int:
         """Bytes that a prompt of `prompt_len` tokens takes."""
-        return prompt_len * (self.geometry.token_bytes + self._metadata_bytes())
+        mask_bytes = self.geometry.layers
+        return prompt_len * (self.geometry.token_bytes + self._metadata_bytes() + mask_bytes)
 
     def _metadata_bytes(self) -> int:
         per_head = self.selector.metadata_width * self.selector.metadata_dtype.itemsize
@@ -216,12 +221,16 @@ class PrefillStore(EntryTable):
                 (len(g.sparse_layers), prompt_len, g.kv_heads, self.selector.metadata_width),
                 self.selector.metadata_dtype,
             )
+            mask_at = start + prompt_len * (g.token_bytes + self._metadata_bytes())
+            mask = self.memory.tensor(mask_at, (g.layers, prompt_len), torch.uint8)
+            mask.fill_(REMOTE)
             entry = StoreEntry(
                 room,
                 generation,
                 prompt_len,
                 kv,
                 metadata,
+                mask,
                 g.sparse_layers,
                 Residual(g, prompt_len),
             )

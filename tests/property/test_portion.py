@@ -23,9 +23,11 @@ def make_entry(g: KVGeometry, tokens: int, seed: int) -> StoreEntry:
     kv = torch.randint(0, 256, shape, generator=made, dtype=torch.uint8).view(g.dtype)
     residual = Residual(g, tokens)
     for layer in g.dense_layers:
-        residual.mark_tokens(layer, 0, tokens)
+        residual.mark_tokens(layer, torch.arange(tokens))
     metadata = torch.empty((len(g.sparse_layers), tokens, g.kv_heads, 0))
-    return StoreEntry(1, 1, tokens, kv, metadata, g.sparse_layers, residual)
+    return StoreEntry(
+        1, 1, tokens, kv, metadata, torch.empty((0, tokens)), g.sparse_layers, residual
+    )
 
 
 def make_room(g: KVGeometry, slots: torch.Tensor) -> DecodeRoom:

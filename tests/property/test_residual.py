@@ -45,7 +45,7 @@ def test_nothing_is_lost_or_doubled(script: list[tuple]) -> None:
     for kind, *values in [*script, ("order", [])]:
         if kind == "tokens":
             at, (start, stop) = values
-            residual.mark_tokens(at, start, stop)
+            residual.mark_tokens(at, torch.arange(start, stop))
             first, last = ((at * TOKENS + token) * HEADS for token in (start, stop))
             there |= set(range(first, last))
         elif kind == "entries":

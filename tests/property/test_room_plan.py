@@ -247,23 +247,24 @@ def test_an_elastic_plan_sends_everything_once_but_what_it_gives_up(
             seen = queries[layer] if stop == case.prompt_len else None
             for first, last in plan.ranges(layer, start, stop, seen, keys[layer, :stop]):
                 if layer in case.sparse and data.draw(st.booleans()):
-                    plan.give_up(layer, first, last)
+                    plan.give_up(layer, torch.arange(first, last))
                     base = layer * case.prompt_len
                     given_up |= {base + t for t in range(first, last)}
                 else:
                     take(layer, first, last)
-        for more in plan.more(stops, count):
-            assert more[0] in case.sparse
-            given_up -= {more[0] * case.prompt_len + t for t in range(more[1], more[2])}
-            take(*more)
+        for layer, ranges in plan.more(stops, count).items():
+            assert layer in case.sparse
+            for first, last in ranges:
+                given_up -= {layer * case.prompt_len + t for t in range(first, last)}
+                take(layer, first, last)
     left = plan.residual().tolist()
     everything = set(range(case.geometry.layers * case.prompt_len))
     assert given_up <= set(left)
     assert set(sent) | set(left) == everything
-    while more_of_all := plan.more(stops, count):
-        assert sum(last - first for _, first, last in more_of_all) <= count * max(
-            b - a for a, b in pairwise(case.bounds)
-        )
+    longest = max(b - a for a, b in pairwise(case.bounds))
+    while found := plan.more(stops, count):
+        tokens = sum(last - first for ranges in found.values() for first, last in ranges)
+        assert tokens <= count * longest
     assert plan.residual().numel() == 0
 
 
@@ -273,7 +274,8 @@ def test_more_takes_the_best_that_is_left(case: Case, order: str) -> None:
     plan = case.plan(order, case.importance)
     rest = case.ranking(order)[case.budget :]
     found = plan.more([case.prompt_len] * case.geometry.layers, 2)
-    codes = [layer * case.prompt_len + t for layer, a, b in found for t in range(a, b)]
+    runs = [(layer, a, b) for layer, ranges in found.items() for a, b in ranges]
+    codes = [layer * case.prompt_len + t for layer, a, b in runs for t in range(a, b)]
     assert codes == sorted(code for block in rest[:2] for code in case.tokens(*block))
 
 

@@ -86,8 +86,8 @@ def test_shared_memory_has_no_name_and_its_descriptor_ends_with_it() -> None:
 def test_a_residual_goes_on_where_the_other_one_stopped() -> None:
     geometry, length = KVGeometry(4, 3, 8, torch.float32), 37
     residual = Residual(geometry, length)
-    residual.mark_tokens(0, 0, length)
-    residual.mark_tokens(1, 0, length)
+    residual.mark_tokens(0, torch.arange(length))
+    residual.mark_tokens(1, torch.arange(length))
     residual.mark_entries(2, 1, torch.tensor([0, 36]))
     residual.set_order(torch.randperm(4 * length, generator=torch.Generator().manual_seed(1)))
     assert residual.take(30) is not None
