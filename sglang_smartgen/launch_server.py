@@ -109,6 +109,8 @@ def main(argv: list[str] | None = None) -> int:
         arguments = split_arguments(sys.argv[1:] if argv is None else argv)
         if arguments.enabled or os.environ.get(CONFIG_ENV, "").strip():
             export_config(arguments.config)
+            # Mooncake writes a line a transfer: hundreds a second where entries are fetched.
+            os.environ.setdefault("MC_LOG_LEVEL", "WARNING")
     except ValueError as error:
         print(f"sglang_smartgen.launch_server: {error}", file=sys.stderr)
         return 2

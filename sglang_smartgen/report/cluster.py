@@ -267,6 +267,7 @@ class Cluster:
             "HOST_IP": self._hosts[name],
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
+            "MC_LOG_LEVEL": "WARNING",  # stock's too: a line for every transfer takes time
             "SGLANG_CPU_OMP_THREADS_BIND": str(core),
             **self._env,
         }

@@ -14,7 +14,10 @@ Why the limits:
   anything, and its progress timeout restarts with each socket write. Small pieces bound what a
   failure leaves behind.
 * ``get_batch_transfer_status`` spins a core until the chunk is final. The worker sleeps for most of
-  the time it expects the chunk to take, then calls it.
+  the time it expects the chunk to take, then calls it. Of a chunk that takes long, the last
+  requests are submitted one by one, because only such a one can be asked about without waiting:
+  the worker asks now and then, and makes the call when they are done and little is left to spin
+  for.
 
 What ``fence`` can know, and why it cannot know more. The classic engine has no cancel; after -1 the
 other requests of the chunk stay in its queue and are sent later, from the source as it is then
@@ -62,10 +65,16 @@ MAX_SPAN_BYTES = 1 << 20
 WORKERS_PER_PEER = 2
 FLUSH_PROBES = 96  # Linux's largest receive buffer (6 MiB) / the engine's socket chunk (64 KiB)
 DEFAULT_PROGRESS_TIMEOUT_S = 30
+DEFAULT_TRANSFER_TIMEOUT_S = 30
 LARGE_WRITE_BYTES = 64 << 10
 _SMALL_SPAN_BYTES = 16 << 10  # below it a request's fixed cost, not its bytes, sets the time
 _SLEEP_SHARE = 0.7
 _MIN_SLEEP_S = 300e-6  # shorter sleeps cost more latency than they save CPU
+_WATCH_S, _WATCHED = (
+    4e-3,
+    8,
+)  # from so long on, so many requests: twice the engine's lanes to a peer
+_ASK_SHARE = 0.03  # of the expected time, between two questions
 _AT_ONCE_S = 100e-6  # a status call this short found the chunk finished: the nap was too long
 _SUBMIT_FAILED = frozenset({0, -1, 2**64 - 1})
 
@@ -284,22 +293,25 @@ class _Lane:
         if handle.poll() is not WriteState.PENDING:
             return "the transport was closed"
         total = sum(span.length for span in chunk)
+        expected = self._expected_s(total, len(chunk))
+        together = len(chunk) if expected < _WATCH_S else max(0, len(chunk) - _WATCHED)
         started = time.monotonic()
-        batch = self._engine.batch_transfer_async_write(
-            self.peer,
-            [span.source for span in chunk],
-            [span.destination for span in chunk],
-            [span.length for span in chunk],
-        )
-        if batch in _SUBMIT_FAILED:
-            return "Mooncake could not submit it (is the peer dead, or its queue full?)"
+        batches = [self._submit(chunk[:together])] if together else []
+        single = [self._engine.transfer_submit_write(self.peer, *span) for span in chunk[together:]]
+        refused = not _SUBMIT_FAILED.isdisjoint([*batches, *single])
         counts.posted(len(chunk), time.monotonic() - started)
-        nap = _SLEEP_SHARE * self._expected_s(total, len(chunk))
-        if nap >= _MIN_SLEEP_S:
+        nap = _SLEEP_SHARE * expected
+        if nap >= _MIN_SLEEP_S and not refused:
             time.sleep(nap)
         woke = time.monotonic()
-        code = self._engine.get_batch_transfer_status([batch])
-        if code != 0:
+        # What was submitted is waited for even when the rest was refused: it may still land.
+        codes = [self._watch(single, _ASK_SHARE * expected)]
+        waiting = [batch for batch in batches if batch not in _SUBMIT_FAILED]
+        if waiting:
+            codes.append(self._engine.get_batch_transfer_status(waiting))
+        if refused:
+            return "Mooncake could not submit it (is the peer dead, or its queue full?)"
+        if code := next((code for code in codes if code != 0), 0):
             elapsed = time.monotonic() - started
             return (
                 f"Mooncake returned {code} after {elapsed:.3f} s "
@@ -309,6 +321,32 @@ class _Lane:
         overslept = nap >= _MIN_SLEEP_S and now - woke < _AT_ONCE_S
         self._learn(total, len(chunk), now - started, overslept)
         return None
+
+    def _submit(self, spans: list[Span]) -> int:
+        batch: int = self._engine.batch_transfer_async_write(
+            self.peer,
+            [span.source for span in spans],
+            [span.destination for span in spans],
+            [span.length for span in spans],
+        )
+        return batch
+
+    def _watch(self, single: list[int], pause_s: float) -> int:
+        """Ask about requests until all are final, at most the engine's own timeout; 0: all done."""
+        open_ = [request for request in single if request not in _SUBMIT_FAILED]
+        deadline = time.monotonic() + _positive_env(
+            "MC_TRANSFER_TIMEOUT", DEFAULT_TRANSFER_TIMEOUT_S
+        )
+        worst = 0
+        while open_:
+            states = {request: self._engine.transfer_check_status(request) for request in open_}
+            worst = min([worst, *states.values()])
+            open_ = [request for request, state in states.items() if state == 0]
+            if open_:
+                if time.monotonic() > deadline:
+                    return -2
+                time.sleep(pause_s)
+        return worst
 
     def _expected_s(self, total: int, count: int) -> float:
         with self.lock:

@@ -27,6 +27,7 @@ os.environ["MC_FORCE_TCP"] = "1"
 os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] = "2"
 os.environ["MC_TCP_STATUS_TIMEOUT_SEC"] = "2"
 
+from sglang_smartgen.transfer import mooncake
 from sglang_smartgen.transfer import socket as socket_module
 from sglang_smartgen.transfer.fake import FakeNetwork, FakeTransport
 from sglang_smartgen.transfer.mooncake import MooncakeTransport, engine_progress_timeout_s
@@ -39,6 +40,7 @@ SCRATCH = SIZE - 4096  # offset of the bytes that fences may write
 CANARY = 0xC5
 KINDS = ["fake", "socket", "mooncake"]
 REAL = KINDS[1:]
+LONG = "mooncake, as it sends what takes long"
 
 PEER = """
 import json, sys
@@ -154,11 +156,14 @@ def make(kind: str, tmp_path: Path) -> World:
     return FakeWorld() if kind == "fake" else ProcessWorld(kind, tmp_path / "memory")
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[*KINDS, LONG])
 def shared_world(request, tmp_path_factory):
-    made = make(request.param, tmp_path_factory.mktemp(request.param))
-    yield made
-    made.close()
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == LONG:
+            patch.setattr(mooncake, "_WATCH_S", -1.0)
+        made = make(request.param.partition(",")[0], tmp_path_factory.mktemp("world"))
+        yield made
+        made.close()
 
 
 @pytest.fixture
@@ -448,7 +453,7 @@ def test_the_fence_reads_the_engines_own_timeouts(monkeypatch, progress, status,
 
 
 class StubEngine:
-    """Answers each submitted batch with the next code."""
+    """Answers each submitted batch with the next code; single requests are done at once."""
 
     def __init__(self, *codes: int) -> None:
         self.codes = list(codes)
@@ -463,6 +468,13 @@ class StubEngine:
         if code == 99:
             raise RuntimeError("engine broken")
         return code
+
+    def transfer_submit_write(self, peer, source, destination, length) -> int:
+        self.batches[-1] += 1
+        return 1000
+
+    def transfer_check_status(self, request) -> int:
+        return 1
 
 
 @pytest.mark.parametrize(
@@ -483,3 +495,14 @@ def test_mooncake_chunks_go_out_in_turn_and_the_first_failure_ends_the_write(cod
         assert error in failed(handle)
     assert engine.batches == batches
     transport.close()
+
+
+def test_a_long_write_to_a_peer_that_dies_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(mooncake, "_WATCH_S", -1.0)
+    world = make("mooncake", tmp_path)
+    try:
+        done(world.write(*[(i * 64, i * 64, 64) for i in range(20)]))
+        world.kill()
+        assert world.peer in failed(world.write((0, 0, 1 << 20), (1 << 20, 1 << 20, 64)), 40.0)
+    finally:
+        world.close()
