@@ -8,7 +8,7 @@ trap 'rm -rf "$tree"' EXIT
 mkdir "$tree/sglang_smartgen"
 ln -s "$root"/sglang_smartgen/*.py "$root"/sglang_smartgen/py.typed "$root"/triton_kernels "$tree/sglang_smartgen/"
 packages=()
-for folder in calibrate core select transfer triton_kernels; do
+for folder in calibrate core patching select transfer triton_kernels; do
     [[ $folder == triton_kernels ]] || ln -s "$root/sglang_smartgen/$folder" "$tree/sglang_smartgen/$folder"
     packages+=(-p "sglang_smartgen.$folder")
 done

@@ -48,6 +48,10 @@ COMMANDS = {
         "sglang_smartgen.report.plot",
         "draw the figures of what `smartgen bench` has measured",
     ),
+    "patch": Command(
+        "sglang_smartgen.patching.command",
+        "put SmartGen's changes into an installed SGLang, or take them out again",
+    ),
 }
 
 

@@ -92,14 +92,11 @@ def _require_plugin() -> None:
     """SGLang may have been told to load other plugins only; then it would serve stock."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
+    from sglang_smartgen.engine.native import NO_PLUGIN
     from sglang_smartgen.engine.refusals import BACKEND
 
     if BACKEND not in ATTENTION_BACKENDS:
-        print(
-            "SmartGen: SGLang did not load the plugin 'smartgen' (is SGLANG_PLUGINS set, or the "
-            "package not installed?)",
-            file=sys.stderr,
-        )
+        print(f"SmartGen: {NO_PLUGIN}", file=sys.stderr)
         sys.exit(2)
 
 

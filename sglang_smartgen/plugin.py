@@ -1,8 +1,9 @@
 """SGLang's entry point `sglang.srt.plugins`, and the table of hooks.
 
 `register` runs in every SGLang process. Without SGLANG_SMARTGEN_CONFIG it leaves SGLang alone (on a
-host without a GPU it still applies the CPU-host help). SGLang swallows what it raises, so a failure
-ends the process here instead.
+host without a GPU it still applies the CPU-host help). In an SGLang that `smartgen patch` has
+patched no hook is laid; what the patches made room for is used instead. SGLang swallows what it
+raises, so a failure ends the process here instead.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ import sys
 from sglang_smartgen.config import ConfigError, config_from_env
 from sglang_smartgen.engine import cpu_host, scheduler_hooks
 from sglang_smartgen.engine.hooking import Hook, HookError, install
+from sglang_smartgen.engine.native import connect, refuse
+from sglang_smartgen.patching.series import PatchError
+from sglang_smartgen.patching.tree import carried
 
 STALL_LIMITS = ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC")
 STALL_LIMIT_S = "10"
@@ -106,8 +110,14 @@ HOOKS = (
 )
 
 
+ran = False
+"""Whether SGLang has called `register` in this process."""
+
+
 def register() -> None:
-    """Place SmartGen's hooks in this process, or end the process with one sentence."""
+    """Place SmartGen in this process, or end the process with one sentence."""
+    global ran
+    ran = True
     cpu_host.install()
     try:
         config = config_from_env()
@@ -115,6 +125,7 @@ def register() -> None:
             return
         from sglang_smartgen.engine import options
 
+        patched = carried()
         options.register()
         if "sglang.srt.managers.scheduler" in sys.modules:
             from sglang_smartgen.engine import runtime
@@ -123,14 +134,12 @@ def register() -> None:
             for name in STALL_LIMITS:
                 os.environ.setdefault(name, STALL_LIMIT_S)
             runtime.read_token()
-            install(HOOKS)
-            wrap_backend_factories()
-    except (ConfigError, HookError) as error:
-        _refuse(str(error))
+            if patched:
+                connect()
+            else:
+                install(HOOKS)
+                wrap_backend_factories()
+    except (ConfigError, HookError, PatchError) as error:
+        refuse(str(error))
     except Exception as error:
-        _refuse(f"cannot be placed in SGLang: {type(error).__name__}: {error}")
-
-
-def _refuse(sentence: str) -> None:
-    print(f"SmartGen: {sentence}", file=sys.stderr, flush=True)
-    os._exit(2)
+        refuse(f"cannot be placed in SGLang: {type(error).__name__}: {error}")

@@ -36,6 +36,9 @@ class HookError(RuntimeError):
     """A hook that cannot be placed; its text names the target and what differs."""
 
 
+carrier: Literal["hooks", "patches"] | None = None
+"""What carries SmartGen in this process: hooks on SGLang, or a patched SGLang; None so far."""
+
 fired: Counter[str] = Counter()
 _installed: list[tuple[Hook, Any]] = []
 """Hooks with the object that each target was before it; many are decorated in SGLang already."""
@@ -61,6 +64,7 @@ def problems(hooks: Sequence[Hook]) -> list[str]:
 
 def install(hooks: Sequence[Hook]) -> None:
     """Check the hooks and register them with SGLang. Raises HookError, and then registers none."""
+    global carrier
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if found := problems(hooks):
@@ -68,6 +72,7 @@ def install(hooks: Sequence[Hook]) -> None:
     for hook in hooks:
         _installed.append((hook, pkgutil.resolve_name(hook.target)))
         HookRegistry.register(hook.target, _counted(hook), HookType(hook.kind))
+    carrier = "hooks"
 
 
 def verify(role: str) -> None:

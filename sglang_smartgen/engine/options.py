@@ -10,9 +10,18 @@ from typing import Any
 from sglang_smartgen.config import ConfigError
 from sglang_smartgen.engine import refusals
 
+_registered = False
+
 
 def register() -> None:
-    """Add attention backend `smartgen` and the checks; runs in every SGLang process."""
+    """Add attention backend `smartgen` and the checks; runs in every SGLang process.
+
+    A second call does nothing.
+    """
+    global _registered
+    if _registered:
+        return
+    _registered = True
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.layers.attention.attention_registry import register_attention_backend

@@ -1,6 +1,8 @@
-"""What SmartGen does inside SGLang's scheduler loop. Every function here is a hook target's body.
+"""What SmartGen does inside SGLang's scheduler loop.
 
-All of them run on the scheduler thread. The table in `sglang_smartgen.plugin` says where they go.
+Each function is the body of a hook (the table in `sglang_smartgen.plugin` says where it goes), or
+shared by such a body and by `observer`, which a patched SGLang calls instead. All of them run on
+the scheduler thread.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
-from sglang_smartgen.engine import metrics_feed, runtime
+from sglang_smartgen.engine import hooking, metrics_feed, runtime
 from sglang_smartgen.engine.hooking import fired, verify
 
 IDLE_SLEEP_S = 0.002
@@ -21,12 +23,13 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 def check_hooks(_result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """After `Scheduler.__init__`: every hook of this role is in place, or the process refuses.
-
-    It also shortens Python's switch interval for the threads that serve fetches, and begins to feed
-    SGLang's /metrics.
-    """
+    """After `Scheduler.__init__`: every hook of this role is in place, or the process refuses."""
     verify(scheduler.disaggregation_mode.value)
+    begin_service(scheduler)
+
+
+def begin_service(scheduler: Any) -> None:
+    """Shorten Python's switch interval for the threads that serve fetches; feed /metrics."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     side = runtime.decode_side() or runtime.prefill_side()
     if side is not None:
@@ -35,37 +38,50 @@ def check_hooks(_result: None, scheduler: Any, *args: Any, **kwargs: Any) -> Non
 
 def smartgen_classes(original: Callable[..., Any], backend: Any, class_type: Any) -> Any:
     """Around `get_kv_class`: SmartGen's manager, sender and receiver for the Mooncake backend."""
-    from sglang.srt.disaggregation.utils import KVClassType, TransferBackend
+    from sglang.srt.disaggregation.utils import TransferBackend
 
-    if backend == TransferBackend.MOONCAKE:
-        from sglang_smartgen.engine.manager import SmartGenKVManager
-        from sglang_smartgen.engine.receiver import SmartGenKVReceiver
-        from sglang_smartgen.engine.sender import SmartGenKVSender
+    ours = kv_class(class_type) if backend == TransferBackend.MOONCAKE else None
+    return original(backend, class_type) if ours is None else ours
 
-        ours = {
-            KVClassType.MANAGER: SmartGenKVManager,
-            KVClassType.SENDER: SmartGenKVSender,
-            KVClassType.RECEIVER: SmartGenKVReceiver,
-        }
-        if class_type in ours:
-            return ours[class_type]
-    return original(backend, class_type)
+
+def kv_class(class_type: Any) -> Any:
+    """SmartGen's class of this type for the Mooncake backend; None where stock's is used."""
+    from sglang.srt.disaggregation.utils import KVClassType
+
+    from sglang_smartgen.engine.manager import SmartGenKVManager
+    from sglang_smartgen.engine.receiver import SmartGenKVReceiver
+    from sglang_smartgen.engine.sender import SmartGenKVSender
+
+    ours = {
+        KVClassType.MANAGER: SmartGenKVManager,
+        KVClassType.SENDER: SmartGenKVSender,
+        KVClassType.RECEIVER: SmartGenKVReceiver,
+    }
+    return ours.get(class_type)
 
 
 def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any) -> Any:
-    """Around `run_batch`: rooms of the batch for P; on D credits before, failed requests after."""
+    """Around `run_batch`: `begin_batch`, the batch, `end_batch`."""
+    begin_batch(batch)
+    result = original(scheduler, batch, *args)
+    end_batch(batch)
+    return result
+
+
+def begin_batch(batch: Any) -> None:
+    """Before a batch: its rooms for P; on D the credits of a step."""
     prefill, decode = runtime.prefill_side(), runtime.decode_side()
     if prefill is not None and batch.forward_mode.is_extend():
         prefill.set_batch([getattr(req, "bootstrap_room", None) for req in batch.reqs])
     if decode is not None and batch.forward_mode.is_decode():
         decode.begin_step(batch.req_pool_indices.tolist())
-    result = original(scheduler, batch, *args)
-    if decode is not None and batch.forward_mode.is_decode():
-        _end_failed_requests(decode, batch)
-    return result
 
 
-def _end_failed_requests(decode: Any, batch: Any) -> None:
+def end_batch(batch: Any) -> None:
+    """After a batch: on D end the requests whose rooms have failed."""
+    decode = runtime.decode_side()
+    if decode is None or not batch.forward_mode.is_decode():
+        return
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
     for req in batch.reqs:
@@ -80,18 +96,28 @@ def _end_failed_requests(decode: Any, batch: Any) -> None:
 
 def remember_request(queue: Any, decode_req: Any, *args: Any, **kwargs: Any) -> None:
     """Before `DecodePreallocQueue._send_kv_metadata`: the receiver learns its request."""
+    hand_request(decode_req)
+
+
+def hand_request(decode_req: Any) -> None:
+    """Give a request to its receiver, which SGLang's own does not know."""
     decode_req.kv_receiver.request = decode_req.req
 
 
 def commit_room(_result: None, queue: Any, decode_req: Any) -> None:
     """After `DecodeTransferQueue._commit_transfer_to_req`: the room starts to decode."""
+    begin_decode(decode_req)
+
+
+def begin_decode(decode_req: Any) -> None:
+    """A request's transfer is committed: its room starts to decode, unless it was aborted."""
     decode = runtime.decode_side()
     if decode is not None and decode_req.req.finished_reason is None:
         decode.commit(decode_req.req.bootstrap_room)
 
 
 def drain_quarantine(scheduler: Any) -> None:
-    """Before `process_decode_queue`: free the rooms that P has let go of."""
+    """Before `process_decode_queue`, of either way: free the rooms that P has let go of."""
     decode = runtime.decode_side()
     if decode is not None:
         decode.drain()
@@ -99,27 +125,42 @@ def drain_quarantine(scheduler: Any) -> None:
 
 def has_pending_releases(result: bool, queue: Any) -> bool:
     """After `has_pending_deferred_releases`: quarantined slots are pending too, not leaked."""
+    return result or holds_slots()
+
+
+def holds_slots() -> bool:
+    """Whether D has slots in quarantine."""
     decode = runtime.decode_side()
-    return result or (decode is not None and decode.quarantined_rooms > 0)
+    return decode is not None and decode.quarantined_rooms > 0
 
 
 def release_kv_cache(
     original: Callable[..., None], req: Any, tree_cache: Any, *, checkpoint: bool
 ) -> None:
     """Around `release_kv_cache` on D: slots and row go when P can no longer write to them."""
+    release = functools.partial(original, req, tree_cache, checkpoint=checkpoint)
+    if not takes_release(req, release):
+        release()
+
+
+def takes_release(req: Any, release: Callable[[], None]) -> bool:
+    """Whether D will call `release` itself: now, or when P has let go of the request's slots."""
     decode = runtime.decode_side()
     room = getattr(req, "bootstrap_room", None)
     if decode is None or decode.room(room) is None or not req.kv.holds_kv:
-        original(req, tree_cache, checkpoint=checkpoint)
-        return
+        return False
     finish = req.finished_reason.to_json()["type"] if req.finished() else "retracted"
-    decode.release(
-        room, finish, functools.partial(original, req, tree_cache, checkpoint=checkpoint)
-    )
+    decode.release(room, finish, release)
+    return True
 
 
 def yield_when_idle(_result: None, scheduler: Any) -> None:
-    """After `Scheduler.on_idle`: SGLang's idle loop spins, and its spinning starves our threads.
+    """After `Scheduler.on_idle`: see `give_way`."""
+    give_way()
+
+
+def give_way() -> None:
+    """SGLang's idle loop spins, and its spinning starves our threads.
 
     Push, fetch and decode threads need the same interpreter; two milliseconds of sleep cost an idle
     loop nothing that anyone can see and give them nearly all of it.
@@ -129,13 +170,18 @@ def yield_when_idle(_result: None, scheduler: Any) -> None:
 
 def add_state(result: Any, controller: Any, request: Any) -> Any:
     """After `get_internal_state`: a `smartgen` block in /server_info."""
+    add_block(controller.scheduler, result.internal_state)
+    return result
+
+
+def add_block(scheduler: Any, state: dict[str, Any]) -> None:
+    """Put SmartGen's block into what /server_info shows of a scheduler."""
     side = runtime.decode_side() or runtime.prefill_side()
     if side is not None:
-        scheduler = controller.scheduler
-        result.internal_state["smartgen"] = {
+        state["smartgen"] = {
             **side.snapshot(),
             "free_slots": scheduler.token_to_kv_pool_allocator.available_size(),
             "free_rows": scheduler.req_to_token_pool.available_size(),
+            "carried_by": hooking.carrier,
             "hooks_fired": dict(fired),
         }
-    return result

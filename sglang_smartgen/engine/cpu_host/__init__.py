@@ -2,8 +2,9 @@
 
 Nothing here imports SGLang before `install`. Obstacles 1, 2, 5 and 6 are met in the launcher, by
 `prepare_environment`, before SGLang is imported; spawned processes inherit the environment.
-Obstacles 3 and 4 are hooks in each scheduler process, registered by `install`. On a host with a
-GPU all of this does nothing.
+Obstacles 3 and 4 are hooks in each scheduler process, registered by `install`. In an SGLang that
+`smartgen patch` has patched, obstacles 2 to 4 are met there. On a host with a GPU all of this does
+nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+
+from sglang_smartgen.patching.tree import state_here
 
 from . import (
     arguments,
@@ -40,6 +43,7 @@ _OBSTACLES = (
     device_flags,
 )
 _HOOKED = (host_register, sender_indices)
+PATCHED = "not needed: SGLang is patched"
 _local: dict[str, str] = {}
 
 
@@ -59,7 +63,9 @@ def prepare_environment(argv: list[str]) -> list[str]:
         return argv
     launcher = {
         cpu_engine.NAME: cpu_engine.prepare(os.environ),
-        kernel_stand_in.NAME: kernel_stand_in.prepare(os.environ),
+        kernel_stand_in.NAME: PATCHED
+        if state_here() == "patched"
+        else kernel_stand_in.prepare(os.environ),
         no_flashinfer.NAME: no_flashinfer.prepare(os.environ),
     }
     for obstacle in (retraction_backup, device_flags):
@@ -69,8 +75,13 @@ def prepare_environment(argv: list[str]) -> list[str]:
 
 
 def hooks() -> list[Hook]:
-    """The changes to SGLang code that a scheduler process needs here; none on a host with a GPU."""
-    return [obstacle.HOOK for obstacle in _HOOKED] if STATUS_ENV in os.environ else []
+    """The changes to SGLang code that a scheduler process needs here.
+
+    None on a host with a GPU, and none in an SGLang that has them as patches.
+    """
+    if STATUS_ENV not in os.environ or state_here() == "patched":
+        return []
+    return [obstacle.HOOK for obstacle in _HOOKED]
 
 
 def install() -> None:
@@ -96,6 +107,8 @@ def statuses() -> dict[str, str]:
     if not is_cpu_only():
         return {obstacle.NAME: "not needed" for obstacle in _OBSTACLES}
     inherited = json.loads(os.environ.get(STATUS_ENV, "{}"))
+    if inherited and state_here() == "patched":
+        inherited |= {obstacle.NAME: PATCHED for obstacle in _HOOKED}
     unknown = "skipped: this process was not started through sglang_smartgen.launch_server"
     waiting = "skipped: no scheduler runs in this process" if inherited else unknown
     return {
