@@ -44,7 +44,6 @@ def replace_all(target: Path, contents: Mapping[str, bytes]) -> None:
     _refuse_links(target, paths)
     folders = {path.parent for path in paths}
     try:
-        _clean(folders)
         try:
             for path, content in paths.items():
                 _write(_new(path), content, path)
@@ -54,12 +53,12 @@ def replace_all(target: Path, contents: Mapping[str, bytes]) -> None:
             for folder in folders:
                 _sync(folder)
         except BaseException:
-            for path in paths:
+            for path in paths:  # a file that was not replaced yet goes back over itself
                 with contextlib.suppress(FileNotFoundError):  # not kept yet, so not replaced
                     os.replace(_old(path), path)
             raise
         finally:
-            _clean(folders)
+            clean(folders)
     except OSError as error:
         raise PatchError(
             f"{error.filename or target} cannot be written, so nothing was changed: "
@@ -108,7 +107,8 @@ def _keep(path: Path) -> None:
         shutil.copy2(path, _old(path), follow_symlinks=False)
 
 
-def _clean(folders: Iterable[Path]) -> None:
+def clean(folders: Iterable[Path]) -> None:
+    """Remove what a killed run has left in `folders`; call it only under the lock."""
     for folder in folders:
         for left in folder.glob(f"{PREFIX}*"):
             left.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_smartgen.output import result_stream
-from sglang_smartgen.patching.change import locked, replace_all
+from sglang_smartgen.patching.change import clean, locked, replace_all
 from sglang_smartgen.patching.diff import DiffError
 from sglang_smartgen.patching.series import PatchError, Series
 from sglang_smartgen.patching.tree import Tree, describe, find_target, look
@@ -64,6 +64,7 @@ def bring(target: Path, series: Series, action: str) -> list[str]:
     transform = series.forward if action == "apply" else series.backward
     with locked(target):
         tree = look(target, series)
+        clean({(target / path).parent for path in tree.contents})
         if tree.state == wish:
             return []
         if tree.strange:

@@ -204,7 +204,7 @@ def test_a_damaged_series_changes_nothing(copy: Path, tmp_path: Path) -> None:
     assert text.count("\n+        get_scheduler_observer().before_batch(batch)\n") == 1
     name.write_text(text.replace("before_batch(batch)\n", "before_batch(other)\n"))
     before = contents(copy)
-    with pytest.raises(PatchError, match="the diffs make another srt/managers/scheduler.py than"):
+    with pytest.raises(PatchError, match=r"the diffs make another srt/managers/scheduler\.py than"):
         command.bring(copy, Series(folder), "apply")
     assert contents(copy) == before
 
