@@ -43,19 +43,20 @@ def replace_all(target: Path, contents: Mapping[str, bytes]) -> None:
     paths = {target / path: content for path, content in contents.items()}
     _refuse_links(target, paths)
     folders = {path.parent for path in paths}
+    kept: list[Path] = []
     try:
         try:
             for path, content in paths.items():
                 _write(_new(path), content, path)
                 _keep(path)
+                kept.append(path)
             for path in paths:
                 os.replace(_new(path), path)
             for folder in folders:
                 _sync(folder)
         except BaseException:
-            for path in paths:  # a file that was not replaced yet goes back over itself
-                with contextlib.suppress(FileNotFoundError):  # not kept yet, so not replaced
-                    os.replace(_old(path), path)
+            for path in kept:  # one that was not replaced yet goes back over itself
+                os.replace(_old(path), path)
             raise
         finally:
             clean(folders)
@@ -111,7 +112,8 @@ def clean(folders: Iterable[Path]) -> None:
     """Remove what a killed run has left in `folders`; call it only under the lock."""
     for folder in folders:
         for left in folder.glob(f"{PREFIX}*"):
-            left.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # then writing will fail too, and say why
+                left.unlink()
 
 
 def _sync(folder: Path) -> None:

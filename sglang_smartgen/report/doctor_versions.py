@@ -7,6 +7,8 @@ import platform
 import sys
 from collections.abc import Iterator
 
+from sglang_smartgen.patching.series import PatchError, Series
+from sglang_smartgen.patching.tree import MEND, describe, find_target, look
 from sglang_smartgen.report.findings import Finding, error, ok, warning
 
 SECTION = "versions"
@@ -28,10 +30,28 @@ def check() -> Iterator[Finding]:
         SECTION, "sglang-smartgen", _installed("sglang-smartgen") or "not installed, a checkout"
     )
     yield from _pinned("sglang", _wanted("sglang-smartgen", "sglang"), needed=True)
+    yield from _patches()
     for package in ("torch", "transformers"):
         yield from _pinned(package, _wanted("sglang", package), needed=True)
     yield from _pinned("triton", _wanted("torch", "triton"), needed=False)
     yield from _mooncake()
+
+
+def _patches() -> Iterator[Finding]:
+    series = Series()
+    try:
+        tree = look(find_target(), series)
+    except PatchError:
+        return  # SGLang is not installed, which has its own line
+    if tree.state == "pristine":
+        yield ok(SECTION, "patches", "none applied; hooks do what they would")
+    elif tree.state == "patched":
+        yield ok(SECTION, "patches", f"all {len(series.manifest.diffs)} applied; no hook is laid")
+    elif tree.state == "other":
+        text = f"none applied, and none can be: {describe(tree, series.manifest.sglang)}"
+        yield warning(SECTION, "patches", text, "look at the section hooks, which do without")
+    else:
+        yield error(SECTION, "patches", describe(tree, series.manifest.sglang), MEND)
 
 
 def _mooncake() -> Iterator[Finding]:

@@ -48,6 +48,12 @@ def copy(installed: Path, tmp_path: Path) -> Path:
     return tmp_path / "sglang"
 
 
+@pytest.fixture(autouse=True)
+def no_waiting_for_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of fsyncs are the only slow thing here, on a busy machine."""
+    monkeypatch.setattr(change.os, "fsync", lambda descriptor: None)
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file below `folder`, whatever its name."""
     return {
@@ -212,10 +218,6 @@ def test_a_damaged_series_changes_nothing(copy: Path, tmp_path: Path) -> None:
 # All or nothing.
 
 
-class Crash(Exception):
-    """As a killed machine would: nobody handles it."""
-
-
 @pytest.mark.parametrize("action", ["apply", "reverse"])
 @pytest.mark.parametrize("at", [0, 1, len(FILES) // 2, len(FILES) - 1])
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
@@ -273,6 +275,30 @@ def test_what_a_killed_run_left_is_finished_or_undone(copy: Path, installed: Pat
         assert bring(copy, action)
         assert tree.look(copy, SERIES).state == state
         assert contents(copy).keys() == contents(installed).keys()
+
+
+def test_a_file_system_without_hard_links_will_do(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(*args: Any, **kwargs: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(change.os, "link", link)
+    before = contents(copy)
+    real, calls = os.replace, []
+
+    def replace(source: Path, target: Path) -> None:
+        calls.append(target)
+        if len(calls) == 3:
+            raise OSError(5, "Input/output error", str(target))
+        real(source, target)
+
+    monkeypatch.setattr(change.os, "replace", replace)
+    assert "Input/output error" in refusal(copy)
+    monkeypatch.setattr(change.os, "replace", real)
+    bring(copy, "apply")
+    bring(copy, "reverse")
+    assert contents(copy) == before
 
 
 def test_a_file_that_cannot_be_written_is_named(
@@ -451,6 +477,25 @@ def test_a_process_refuses_a_partly_patched_sglang(here: SimpleNamespace) -> Non
             (here.copy / path).write_bytes(b"")
     with pytest.raises(PatchError, match="by another version of SmartGen"):
         here.ask()
+
+
+def test_the_doctor_sees_it_too(monkeypatch: pytest.MonkeyPatch, copy: Path) -> None:
+    from sglang_smartgen.report import doctor_versions
+
+    monkeypatch.setattr(doctor_versions, "find_target", lambda: copy)
+
+    def line() -> tuple[str, str]:
+        (found,) = doctor_versions._patches()
+        return found.state, found.text
+
+    assert line() == ("ok", "none applied; hooks do what they would")
+    bring(copy, "apply")
+    assert line() == ("ok", "all 5 applied; no hook is laid")
+    (copy / SCHEDULER).write_text("# mine\n")
+    assert line()[0] == "error" and "is partly patched" in line()[1]
+    for path in FILES:
+        (copy / path).write_text("# a newer one\n")
+    assert line()[0] == "warning" and "somebody has changed it" in line()[1]
 
 
 def test_hashes_are_of_bytes() -> None:
