@@ -138,8 +138,7 @@ def carried() -> bool:
     if state in ("partly patched", "other series"):
         series = Series()
         raise PatchError(
-            "SmartGen refuses to start: "
-            + describe(look(find_target(), series), series.manifest.sglang)
+            "refuses to start: " + describe(look(find_target(), series), series.manifest.sglang)
         )
     return state == "patched"
 

@@ -468,7 +468,7 @@ def test_a_process_refuses_a_partly_patched_sglang(here: SimpleNamespace) -> Non
         with pytest.raises(PatchError) as caught:
             here.ask()
         assert str(caught.value).startswith(
-            f"SmartGen refuses to start: {here.copy} is partly patched"
+            f"refuses to start: {here.copy} is partly patched"
         )
         assert "\n" not in str(caught.value)
     (here.copy / SCHEDULER).write_bytes(patched + b"# other\n")

@@ -192,7 +192,7 @@ def test_a_partly_patched_sglang_ends_every_process(
     steps: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def partly() -> bool:
-        raise PatchError("SmartGen refuses to start: /x is partly patched")
+        raise PatchError("refuses to start: /x is partly patched")
 
     monkeypatch.setattr(plugin, "carried", partly)
     monkeypatch.delitem(sys.modules, "sglang.srt.managers.scheduler")  # a launcher, for example
