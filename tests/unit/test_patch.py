@@ -426,9 +426,7 @@ def test_a_process_refuses_a_partly_patched_sglang(here: SimpleNamespace) -> Non
         (here.copy / SCHEDULER).write_bytes(content)
         with pytest.raises(PatchError) as caught:
             here.ask()
-        assert str(caught.value).startswith(
-            f"refuses to start: {here.copy} is partly patched"
-        )
+        assert str(caught.value).startswith(f"refuses to start: {here.copy} is partly patched")
         assert "\n" not in str(caught.value)
     (here.copy / SCHEDULER).write_bytes(patched + b"# other\n")
     for path in FILES:
