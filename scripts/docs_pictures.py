@@ -81,7 +81,11 @@ def life() -> str:
     note(
         350,
         "D",
-        ["a decode step, layer by layer:", "select k entries, split by the mask,", "gather the local"],
+        [
+            "a decode step, layer by layer:",
+            "select k entries, split by the mask,",
+            "gather the local",
+        ],
     )
     picture.box(375, 424, 515, 190, fill="none", edge=ORANGE)
     picture.text(384, 440, "each step, while entries are left", anchor="start", color=ORANGE)

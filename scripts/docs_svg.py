@@ -73,7 +73,8 @@ class Picture:
         width, height = self._size
         heads = "".join(
             f'<marker id="head{color[1:]}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="10" '
-            f'markerHeight="10" markerUnits="userSpaceOnUse" orient="auto"><path d="M0 0 8 4 0 8z" fill="{color}"/></marker>'
+            f'markerHeight="10" markerUnits="userSpaceOnUse" orient="auto">'
+            f'<path d="M0 0 8 4 0 8z" fill="{color}"/></marker>'
             for color in (INK, GREY, BLUE, GREEN, ORANGE, RED)
         )
         return (

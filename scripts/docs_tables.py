@@ -46,7 +46,7 @@ def put(text: str, found: dict[str, str]) -> str:
         return f"{match[1]}\n\n{found[match[2]]}\n\n{match[3]}"
 
     return re.sub(
-        r"(<!-- from the code: ([\w-]+) -->)\n.*?\n(<!-- end -->)", table, text, flags=re.DOTALL
+        r"(<!-- from the code: ([\w-]+) -->)\n.*?(<!-- end -->)", table, text, flags=re.DOTALL
     )
 
 
@@ -54,7 +54,10 @@ def config_keys() -> str:
     """Every key with default, what is allowed, where it is read, and its sentence in config.py."""
     said = meanings()
     hints = get_type_hints(SmartGenConfig)
-    lines = ["| key | default | allowed | read on | one request | effect |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| key | default | allowed | read on | one request | effect |",
+        "|---|---|---|---|---|---|",
+    ]
     for field in msgspec.structs.fields(SmartGenConfig):
         default = _default(field)
         own = "yes" if field.name in PER_REQUEST else ""
@@ -93,7 +96,7 @@ def _allowed(hint: Any) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    return re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", text.replace("|", "\\|"))
 
 
 def message_table() -> str:

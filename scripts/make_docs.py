@@ -1,7 +1,7 @@
 """Draw the pictures of docs/ and write its tables anew from the code.
 
-    python scripts/make_docs.py            write what has changed
-    python scripts/make_docs.py --check    only say what would change; 1 when something would
+python scripts/make_docs.py            write what has changed
+python scripts/make_docs.py --check    only say what would change; 1 when something would
 """
 
 from __future__ import annotations

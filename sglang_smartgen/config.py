@@ -27,7 +27,7 @@ class SmartGenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     Attributes
     ----------
-    mode: what is sent before decode starts; see docs of the modes in the README.
+    mode: what is sent before decode starts; see docs/concepts.md.
     selector: name of the KV selector (`sglang_smartgen.select.registry`).
     selector_options: the selector's own settings by name (docs/selectors.md); on both sides alike.
     artifact: file of `smartgen calibrate` for the selector; on both sides the same one.

@@ -132,3 +132,33 @@ def commands(block: str) -> list[list[str]]:
         if words:
             found.append(words)
     return found
+
+
+def script_flags(path: Path) -> set[str]:
+    """The flags that a script of ours declares, read from its text."""
+    return set(re.findall(r'add_argument\(\s*"(--[\w-]+)"', path.read_text()))
+
+
+def check(words: list[str]) -> None:
+    """Parse a command of ours with what it calls. Raises AssertionError or ValueError."""
+    match words:
+        case ["scripts/run.sh", *rest]:
+            check(rest)
+        case ["scripts/demo.sh", *rest]:
+            check_smartgen(["demo", *rest])
+        case ["scripts/run_longbench.sh", *rest]:
+            check_smartgen(["eval", "--data", "tests/data/longbench", *rest])
+        case ["smartgen", *rest]:
+            check_smartgen(rest)
+        case ["python", "-m", "sglang_smartgen.launch_server", *rest]:
+            check_server(rest, {})
+        case ["python", "-m", "sglang_router.launch_router", *rest]:
+            check_router(rest)
+        case ["python", "-m", "pytest", *rest] | ["pytest", *rest]:
+            for word in rest:
+                assert word.startswith("-") or (ROOT / word.split("::")[0]).exists(), word
+        case ["python", script, *rest] if script.startswith("scripts/"):
+            flags = {word.partition("=")[0] for word in rest if word.startswith("-")}
+            assert flags <= script_flags(ROOT / script), f"{script} has no {flags}"
+        case [script, *_] if script.startswith("scripts/"):
+            assert (ROOT / script).is_file(), script
