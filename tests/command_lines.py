@@ -99,6 +99,7 @@ def check_router(words: list[str]) -> Any:
 def check_smartgen(words: list[str]) -> argparse.Namespace:
     """Arguments of `smartgen`, parsed by its own parser; a configuration in them is read too."""
     parser, _ = cli._parser(words)
+    args = argparse.Namespace()  # after --help
     with _argparse_errors():
         args = parser.parse_args(words)
     for name in ("config", "smartgen_config"):
