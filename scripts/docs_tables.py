@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import inspect
 import re
+import types
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from docs_pictures import numbered
 from docs_states import Edges, decode_edges, prefill_edges
 
-from sglang_smartgen import config
 from sglang_smartgen.config import PER_REQUEST, SmartGenConfig
 from sglang_smartgen.report.bench import BENCHMARKS
 from sglang_smartgen.transfer import messages
 
-SIDES = {
-    "selector": "P and D",
-    "selector_options": "P and D",
-    "artifact": "P and D",
-    "store_gb": "P",
-    "store_server": "P",
-    "profile": "P",
-    "fetch_timeout_s": "P and D",
-    "transport": "P and D",
-}
-"""Where a key is read; all others on D alone."""
+P_ALONE = {"store_gb", "store_server", "profile"}
+D_ALONE = {*PER_REQUEST, "blocks_per_layer", "min_prompt_len"}
+"""Where a key is read; all others on both."""
 
 
 def tables() -> dict[str, str]:
@@ -63,7 +55,7 @@ def config_keys() -> str:
         own = "yes" if field.name in PER_REQUEST else ""
         lines.append(
             f"| `{field.name}` | {default} | {_allowed(hints[field.name])} | "
-            f"{SIDES.get(field.name, 'D')} | {own} | {_cell(said[field.name])} |"
+            f"{_side(field.name)} | {own} | {_cell(said[field.name])} |"
         )
     return "\n".join(lines)
 
@@ -80,7 +72,7 @@ def meanings() -> dict[str, str]:
 
 def _default(field: msgspec.structs.FieldInfo) -> str:
     if field.default_factory is not msgspec.NODEFAULT:
-        return "`{}`"
+        return f"`{msgspec.json.encode(field.default_factory()).decode()}`"
     if field.default in (None, ""):
         return "none"
     return f"`{msgspec.json.encode(field.default).decode()}`"
@@ -92,7 +84,12 @@ def _allowed(hint: Any) -> str:
     names = {bool: "true, false", int: "whole number", float: "number", str: "text"}
     if hint in names:
         return names[hint]
-    return "object" if get_origin(hint) is dict else "whole number or none"
+    kinds = {dict: "object", list: "list", types.UnionType: "whole number or none"}
+    return kinds[get_origin(hint)]
+
+
+def _side(key: str) -> str:
+    return "P" if key in P_ALONE else "D" if key in D_ALONE else "P and D"
 
 
 def _cell(text: str) -> str:
@@ -123,6 +120,3 @@ def bench_table() -> str:
     for name, command in sorted(BENCHMARKS.items()):
         lines.append(f"| [`smartgen bench {name}`](#{name}) | {_cell(command.help)} |")
     return "\n".join(lines)
-
-
-assert set(SIDES) <= set(config.SmartGenConfig.__struct_fields__)

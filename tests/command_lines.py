@@ -128,7 +128,7 @@ def commands(block: str) -> list[list[str]]:
         if not line or line.startswith("#"):
             continue
         words = shlex.split(line, comments=True)
-        while words and re.fullmatch(r"[A-Z_]+=.*", words[0], re.DOTALL):
+        while words and re.fullmatch(r"\w+=.*", words[0], re.DOTALL):
             words = words[1:]
         if words:
             found.append(words)

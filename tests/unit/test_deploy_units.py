@@ -41,10 +41,10 @@ KEYS = {
     "Timer": "OnActiveSec OnUnitInactiveSec",
     "Install": "WantedBy",
     "Service": "Type User Group EnvironmentFile Environment WorkingDirectory StateDirectory "
-    "StateDirectoryMode ExecStart ExecStartPost TimeoutStartSec Restart RestartSec KillMode "
-    "TimeoutStopSec LimitMEMLOCK LimitNOFILE IPAddressDeny IPAddressAllow NoNewPrivileges "
-    "CapabilityBoundingSet AmbientCapabilities ProtectSystem ProtectHome ProtectClock "
-    "ProtectHostname ProtectKernelLogs ProtectKernelModules ProtectKernelTunables "
+    "StateDirectoryMode ExecStart ExecStartPost TimeoutStartSec Restart RestartPreventExitStatus "
+    "RestartSec KillMode TimeoutStopSec LimitMEMLOCK LimitNOFILE IPAddressDeny IPAddressAllow "
+    "NoNewPrivileges CapabilityBoundingSet AmbientCapabilities ProtectSystem ProtectHome "
+    "ProtectClock ProtectHostname ProtectKernelLogs ProtectKernelModules ProtectKernelTunables "
     "ProtectControlGroups PrivateTmp RestrictAddressFamilies RestrictNamespaces RestrictSUIDSGID "
     "LockPersonality SystemCallArchitectures UMask",
 }
