@@ -124,14 +124,13 @@ def test_the_readmes_keys_and_defaults_are_those_of_the_code() -> None:
         keys, given = line.split("|")[1:3]
         names = re.findall(r"`(\w+)`", keys)
         for name, value in zip(names, given.split(","), strict=True):
-            value = value.strip().strip("`")
-            wanted = {"none": (None, ""), "true": (True,), "false": (False,), "{}": ({},)}
-            known = defaults[name]
-            assert (
-                known in wanted.get(value, (value,))
-                or str(known) == value
-                or (isinstance(known, float) and float(value) == known)
-            ), name
+            value, known = value.strip().strip("`"), defaults[name]
+            if known in (None, "", [], {}):
+                assert not value[0].isdecimal() and value not in ("true", "false"), name
+            elif isinstance(known, bool):
+                assert value == str(known).lower(), name
+            else:
+                assert float(value) == known if isinstance(known, (int, float)) else value == known
 
 
 def test_a_renamed_flag_would_be_seen() -> None:
