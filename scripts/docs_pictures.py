@@ -201,6 +201,7 @@ FOLDERS = {
     "calibrate": (60, 70),
     "engine": (340, 70),
     "report": (620, 70),
+    "patching": (620, 330),
 }
 
 

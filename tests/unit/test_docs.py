@@ -163,3 +163,11 @@ def test_variables_and_fallbacks_that_are_named_exist() -> None:
     first_cells = [line.split("|")[1] for line in causes[0].strip().splitlines()]
     named = {cause for cell in first_cells for cause in re.findall(r"`(\w+)`", cell)}
     assert named and named <= set(CAUSES.values())
+
+
+def test_every_folder_is_on_the_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    folders = {path.parent.name for path in (ROOT / "sglang_smartgen").glob("*/__init__.py")}
+    assert set(importlib.import_module("docs_pictures").FOLDERS) == folders | {"triton_kernels"}
+    text = page("architecture").read_text()
+    assert all(f"| `{folder}` |" in text for folder in folders)
