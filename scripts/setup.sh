@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes the environment in $SMARTGEN_CACHE (default: ~/.cache/sglang-smartgen) and prints its folder.
 #   env-HASH       all pinned packages; shared by every checkout with the same requirements
-#   checkout-HASH  a thin venv on top of it, with this checkout installed in editable form
+#   checkout-HASH  a thin venv on top of it, with this checkout installed in editable form, and what
+#                  only the documentation needs
 #   models/        the small model of the demo and the end-to-end tests
 # Each is stamped last, so that an interrupted set-up is done again; a lock keeps two runs apart.
 # Settings: SMARTGEN_CACHE, SMARTGEN_PYTHON (which Python 3.11), SMARTGEN_DEVICE=cpu|cuda (mooncake build).
@@ -62,11 +63,11 @@ install_system_packages() {
 }
 
 make_base() { # $1: folder
-    local base=$1 count files="-r requirements/base.txt -r requirements/$device.txt -r requirements/dev.txt -r requirements/docs.txt -r requirements/eval.txt -r requirements/model.txt"
+    local base=$1 count files="-r requirements/base.txt -r requirements/$device.txt -r requirements/dev.txt -r requirements/eval.txt -r requirements/model.txt"
     rm -rf "$base"
     say "making the environment $base (about 11 GB, some minutes)"
     "$python" -m venv "$base"
-    count=$(cat requirements/{base,"$device",dev,docs,eval,model}.txt | grep -c '^[a-zA-Z]')
+    count=$(cat requirements/{base,"$device",dev,eval,model}.txt | grep -c '^[a-zA-Z]')
     say "installing $count pinned packages (pip's output is in $base/pip.log)"
     # Every pin is in the files, so nothing is left to resolve. Compiling all 36,000 modules now would
     # take minutes more; run.sh lets Python keep those that are used when it first imports them.
@@ -94,6 +95,8 @@ make_checkout() { # $1: folder  $2: base
     done
     "$base/bin/python" -m pip --python "$thin/bin/python" install -q -q --no-input --no-deps \
         --no-build-isolation --disable-pip-version-check --editable "$root" >&2 </dev/null
+    "$base/bin/python" -m pip --python "$thin/bin/python" install -q -q --no-input --no-deps \
+        --no-compile --disable-pip-version-check -r requirements/docs.txt >&2 </dev/null
     "$thin/bin/python" -P -c 'import importlib.util, sys
 sys.exit(importlib.util.find_spec("sglang_smartgen.triton_kernels") is None)' >&2
     echo "$base" >"$thin/base"
@@ -111,9 +114,9 @@ else
 fi
 [[ $device == cpu || $device == cuda ]] || die "SMARTGEN_DEVICE is '$device'; allowed are cpu and cuda."
 
-pins=$({ cat requirements/*.txt; echo "3.11 $device"; } | hash_of)
+pins=$({ cat requirements/{base,cpu,cuda,dev,eval,model}.txt; echo "3.11 $device"; } | hash_of)
 base=$cache/env-$pins
-thin=$cache/checkout-$({ echo "$root $pins"; cat pyproject.toml setup.py scripts/setup.sh; } | hash_of)
+thin=$cache/checkout-$({ echo "$root $pins"; cat pyproject.toml setup.py requirements/docs.txt scripts/setup.sh; } | hash_of)
 model=$cache/models/smollm2-135m-instruct
 
 if [[ ! -e $base/.ready || ! -e $thin/.ready || ! -d $model || -n $(missing_libraries) ]]; then
