@@ -131,7 +131,8 @@ def _hash_encode_kernel(  # type: ignore[no-untyped-def]
         place = (head * dim + column)[:, None] * (32 * WORDS) + 32 * word + bit[None, :]
         tile = tl.load(matrix + place, mask=(column < dim)[:, None], other=0.0).to(tl.float16)
         above = (tl.dot(half, tile, out_dtype=tl.float32) > 0).to(tl.int32)
-        packed = tl.xor_sum(above << bit[None, :], 1)
+        # Each bit is in one column only, so the sum is their OR, bit 31 as the sign included.
+        packed = tl.sum(above << bit[None, :], 1)
         tl.store(out + row + word, packed, mask=token < tokens)
     if NORM:
         whole = rounded.to(tl.int32)

@@ -37,7 +37,13 @@ def seed() -> str:
     return os.environ.get("SMARTGEN_KERNEL_SEED") or secrets.token_hex(4)
 
 
-@pytest.fixture(scope="session")
-def cases() -> int:
-    """Random cases an operator and leg; SMARTGEN_KERNEL_CASES=500 is the whole check."""
-    return int(os.environ.get("SMARTGEN_KERNEL_CASES", "12"))
+@pytest.fixture
+def cases(leg: Leg) -> int:
+    """Random cases an operator and leg; SMARTGEN_KERNEL_CASES=500 is the whole check.
+
+    The interpreter takes two minutes for it, so it has fewer unless told otherwise.
+    """
+    given = os.environ.get("SMARTGEN_KERNEL_CASES")
+    if given is not None:
+        return int(given)
+    return 150 if leg.name == "interpreter" else 500

@@ -6,6 +6,8 @@ of its own, started once: one frame in (operator, arguments), one frame out (res
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import io
 import os
 import subprocess
@@ -38,6 +40,8 @@ def call(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Ten
 class DirectLeg:
     """This process: the CPU path, or the kernels on CUDA."""
 
+    checks_overflow = False
+
     def __init__(self, device: str) -> None:
         self.name = device
 
@@ -49,9 +53,14 @@ class DirectLeg:
 
 
 class InterpreterLeg:
-    """A process with TRITON_INTERPRET=1, where CPU tensors go through the kernels."""
+    """A process with TRITON_INTERPRET=1, where CPU tensors go through the kernels.
+
+    checks_overflow: whether integer operations are done once more in int64 and compared, as
+    Triton's interpreter does unless told otherwise.
+    """
 
     name = "interpreter"
+    checks_overflow = True
 
     def __init__(self) -> None:
         tests = Path(__file__).resolve().parents[1]
@@ -68,7 +77,7 @@ class InterpreterLeg:
     def run(self, name: str, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         """The results of one operator; AssertionError with what the kernel raised."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        _write(self._process.stdin, (name, args, options))
+        _write(self._process.stdin, (name, args, options, self.checks_overflow))
         reply = _read(self._process.stdout)
         if isinstance(reply, str):
             raise AssertionError(reply)
@@ -82,14 +91,57 @@ class InterpreterLeg:
         self._process.wait(timeout=20)
 
 
+def hasten() -> None:
+    """Spare this process what Triton's interpreter does again and again, to the same effect.
+
+    It replaces its language and puts it back at each launch and each call inside a kernel, makes a
+    table of all dtypes each time it looks one up, and keeps the garbage collector busy with it.
+    """
+    from triton.runtime import interpreter
+
+    patch, look_up = interpreter._patch_lang, interpreter._get_np_dtype
+    patched: dict[int, Any] = {}
+    known: dict[str, Any] = {}
+
+    def patch_once(fn: Any) -> Any:
+        key = id(fn.__globals__)
+        if key not in patched:
+            patched[key] = patch(fn)
+            patched[key].restore = lambda: None
+        return patched[key]
+
+    def dtype_once(kind: Any) -> Any:
+        plain = kind.scalar
+        if type(plain) is not interpreter.tl.dtype:  # a pointer
+            return look_up(kind)
+        if plain.name not in known:
+            known[plain.name] = look_up(plain)
+        return known[plain.name]
+
+    interpreter._patch_lang, interpreter._get_np_dtype = patch_once, dtype_once
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 100)
+
+
+def check_overflow(wanted: bool) -> None:
+    """Switch the interpreter's overflow checks."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=wanted)
+
+
 def serve() -> None:
     """Answer frames until the other side closes; nothing else may print to stdout."""
     assert triton_kernels._dispatch.use_triton(torch.zeros(1))
+    hasten()
     torch.set_num_threads(1)
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     while (request := _read(sys.stdin.buffer)) is not None:
-        name, args, options = request
+        name, args, options, checks_overflow = request
+        check_overflow(checks_overflow)
         try:
             _write(replies, call(name, args, options))
         except Exception as error:
