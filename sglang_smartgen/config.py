@@ -15,6 +15,8 @@ MIN_STORE_GB = 0.001
 Mode = Literal["smartgen", "full", "partial", "proactive_only"]
 Order = Literal["observed", "profile", "sequential", "random", "streaming", "oracle"]
 Credit = Literal["adaptive", "fixed"]
+DevicePath = Literal["cpu", "cuda", "cuda_graph"]
+Kernels = Literal["auto", "triton", "flashinfer"]
 
 
 class ConfigError(ValueError):
@@ -56,6 +58,10 @@ class SmartGenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     fetch_timeout_s: seconds that one remote fetch may take before its requests fail; on P, that
         one write of a fetch may take. Set it alike on both.
     transport: name of the transport.
+    device_path: `cpu` serves on CPU hosts only; `cuda` serves on a GPU host, and `cuda_graph`
+        decodes there in CUDA graphs besides. Experimental: neither has been run on a GPU yet.
+    attention_kernels: what attends and ranks on a GPU, `triton` (ours) or `flashinfer`; `auto` is
+        PyTorch on a CPU and `triton` on a GPU.
     """
 
     mode: Mode = "smartgen"
@@ -80,6 +86,8 @@ class SmartGenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     store_server: Literal["thread", "process"] = "thread"
     fetch_timeout_s: float = 5.0
     transport: Literal["mooncake"] = "mooncake"
+    device_path: DevicePath = "cpu"
+    attention_kernels: Kernels = "auto"
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:

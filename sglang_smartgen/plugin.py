@@ -13,6 +13,7 @@ import sys
 
 from sglang_smartgen.config import ConfigError, config_from_env
 from sglang_smartgen.engine import cpu_host, scheduler_hooks
+from sglang_smartgen.engine.cuda import hooks as device_hooks
 from sglang_smartgen.engine.hooking import Hook, HookError, install
 from sglang_smartgen.engine.native import connect, refuse
 from sglang_smartgen.patching.series import PatchError
@@ -134,10 +135,16 @@ def register() -> None:
             for name in STALL_LIMITS:
                 os.environ.setdefault(name, STALL_LIMIT_S)
             runtime.read_token()
+            on_device = config.device_path != "cpu"
+            if patched and on_device:
+                raise ConfigError(
+                    f"device_path is {config.device_path}; in an SGLang that `smartgen patch` has "
+                    "patched SmartGen allows cpu"
+                )
             if patched:
                 connect()
             else:
-                install(HOOKS)
+                install((*HOOKS, *device_hooks.HOOKS) if on_device else HOOKS)
                 wrap_backend_factories()
     except (ConfigError, HookError, PatchError) as error:
         refuse(str(error))

@@ -11,6 +11,7 @@ from small_rank import HEADS, LAYERS, ROWS, SLOTS, WIDTH, SmallRank, hata
 
 from sglang_smartgen.config import SmartGenConfig
 from sglang_smartgen.core.geometry import DENSE_LAYERS
+from sglang_smartgen.engine.device_path import DevicePath
 from sglang_smartgen.engine.prefill_side import PrefillSide
 from sglang_smartgen.transfer.fake import FakeNetwork, FakeTransport
 from sglang_smartgen.transfer.messages import (
@@ -71,6 +72,7 @@ class Bench:
         *,
         session: str = "d",
         process: TransportSpec | None = None,
+        path: DevicePath | None = None,
     ) -> None:
         self.network = FakeNetwork()
         self.session = session
@@ -95,6 +97,7 @@ class Bench:
             reply=lambda endpoint, message: self.replies.put(message),
             outcome=self.outcome,
             process_transport=process,
+            path=path,
         )
         self.source = self.here.slots(WIDTH, seed=3)  # the request's slots on P
         self.here.facts.req_to_token[ROW] = self.source.to(torch.int32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sglang_smartgen.engine.device_path import DevicePath
 from sglang_smartgen.engine.model_facts import ModelFacts
 from sglang_smartgen.select.base import Selector
 from sglang_smartgen.transfer.arena import Arena
@@ -18,13 +19,19 @@ class DecodeMemory:
     """Masks, metadata pool, arena, fill arena and scratch; all but the KV pool, which is SGLang's.
 
     masks: int8 [layers, rows, max_len]. metadata: [sparse_layers, slots, kv_heads, width],
-    addressed by the KV pool's own slots.
+    addressed by the KV pool's own slots; device_metadata is the same where the device reads it.
     """
 
     def __init__(
-        self, facts: ModelFacts, selector: Selector, transport: Transport, fill: FillLane
+        self,
+        facts: ModelFacts,
+        selector: Selector,
+        transport: Transport,
+        fill: FillLane,
+        path: DevicePath,
     ) -> None:
         """Allocate and register with the transport."""
+        self._path = path
         self._facts = facts
         self._selector = selector
         self._fill = fill
@@ -49,7 +56,8 @@ class DecodeMemory:
         g, s = self._facts.geometry, self._selector
         shape = (max(1, len(g.sparse_layers)), slots, g.kv_heads, s.metadata_width)
         length = torch.Size(shape).numel() * s.metadata_dtype.itemsize
-        self._metadata_memory = HostRegion(max(1, length))
+        self._metadata_memory = self._path.region(max(1, length))
+        self.device_metadata = self._metadata_memory.device_tensor(0, shape, s.metadata_dtype)
         return self._metadata_memory.tensor(0, shape, s.metadata_dtype)
 
     def registration(self, session: str, epoch: int) -> Registration:

@@ -24,6 +24,7 @@ from sglang_smartgen.core.mask import LOCAL, PADDING, REMOTE
 from sglang_smartgen.engine.decode_memory import DecodeMemory
 from sglang_smartgen.engine.decode_room import DecodeRoom
 from sglang_smartgen.engine.decode_rooms import DecodeRooms, Placed
+from sglang_smartgen.engine.device_path import DevicePath
 from sglang_smartgen.engine.heartbeat import Heartbeat
 from sglang_smartgen.engine.model_facts import ModelFacts
 from sglang_smartgen.engine.prefill_peers import PrefillPeers
@@ -71,9 +72,11 @@ class DecodeSide:
         rank: int,
         fail_request: Callable[[int, str], None] = lambda room, cause: None,
         open_limit_s: float = OPEN_LIMIT_S,
+        path: DevicePath | None = None,
     ) -> None:
         """fail_request: end a request that SGLang still waits for. open_limit_s: from opening a
-        room to its start; SGLang's own patience must be shorter.
+        room to its start; SGLang's own patience must be shorter. path: of this host; None: a CPU
+        host's.
         """
         self.config = config
         self.facts = facts
@@ -89,8 +92,9 @@ class DecodeSide:
             limit_s=QUARANTINE_LIMIT_S,
         )
         self.fill = FillLane(session, reply, self._send_to_store, self._place)
-        self._memory = DecodeMemory(facts, selector, transport, self.fill)
+        self._memory = DecodeMemory(facts, selector, transport, self.fill, path or DevicePath())
         self.masks, self.metadata = self._memory.masks, self._memory.metadata
+        self.device_metadata = self._memory.device_metadata
         self.arena = self._memory.arena
         self.lane = RemoteLane(session, reply, self._send_to_store, config.fetch_timeout_s)
         self._epoch = time.time_ns()

@@ -72,7 +72,7 @@ class Lanes:
         placed by `finish` even if a push brings the same bytes in between.
         """
         remote = [want for want in wanted if self._split(layer, want)]
-        return Prepared(layer, wanted, remote, self._ask(layer, remote) if remote else None)
+        return Prepared(layer, wanted, remote, self.ask(layer, remote) if remote else None)
 
     def finish(self, prepared: Prepared) -> Iterator[Gathered]:
         """Each request with its K and V, [kv_heads, k, head_dim] in the order of its positions.
@@ -89,6 +89,16 @@ class Lanes:
             # The paper's baseline has no parallel lanes: the fetch first, then the local gather.
             waited += self._wait(ticket)[1]
         gathered = list(self._local_lane(layer, prepared.wanted))
+        failures = self.collect(remote, ticket, waited)
+        self._place_all(layer, remote, gathered, failures)
+        self.return_slab(slab, remote, failures)
+        yield from gathered
+
+    def collect(self, remote: list[Wanted], ticket: Ticket, waited: float = 0.0) -> dict[int, str]:
+        """Wait for what was asked; the rooms that failed, with their cause.
+
+        waited: seconds that this thread has stood still for the ticket before.
+        """
         failures, seconds = self._wait(ticket)
         now = time.monotonic()
         for want in remote:
@@ -97,9 +107,7 @@ class Lanes:
             want.room.fetched(waited + seconds, size)
             number, failure = ticket.number_of[want.room.room], failures.get(want.room.room)
             want.room.machine.answered(number, failure, now)
-        self._place_all(layer, remote, gathered, failures)
-        self._return_slab(slab, remote, failures)
-        yield from gathered
+        return failures
 
     def _wait(self, ticket: Ticket) -> tuple[dict[int, str], float]:
         """Failed rooms with their cause, and the seconds that this thread stood still."""
@@ -113,9 +121,7 @@ class Lanes:
     def _split(self, layer: int, want: Wanted) -> bool:
         """Split by Algorithm 1; True when something must be fetched."""
         room = want.room
-        selected = int((want.positions >= 0).sum())
-        room.stats.entries_selected += selected
-        counts.selected[step_range(room.stats.steps)] += selected
+        self.note(room, int((want.positions >= 0).sum()))
         room.record(self._geometry.sparse_layers.index(layer), want.positions)
         status = room.status(layer)
         if status is None:
@@ -132,7 +138,13 @@ class Lanes:
         want.split = split
         return room.machine.may_ask
 
-    def _ask(self, layer: int, remote: list[Wanted]) -> tuple[Slab, Ticket] | None:
+    @staticmethod
+    def note(room: DecodeRoom, selected: int) -> None:
+        """Count entries that a step of a room selects."""
+        room.stats.entries_selected += selected
+        counts.selected[step_range(room.stats.steps)] += selected
+
+    def ask(self, layer: int, remote: list[Wanted]) -> tuple[Slab, Ticket] | None:
         """Ask each P for what is remote; None, and the rooms failed, when no slab is safe."""
         slab = self._side.arena.take()
         if slab is None:
@@ -187,16 +199,23 @@ class Lanes:
                 keys.zero_()
                 values.zero_()
             else:
-                self._place(layer, want, keys, values)
+                rows, head, column = self.keep(layer, want)
+                keys[head, column] = rows[:, 0]
+                values[head, column] = rows[:, 1]
 
-    def _return_slab(self, slab: Slab, remote: list[Wanted], failures: dict[int, str]) -> None:
+    def return_slab(self, slab: Slab, remote: list[Wanted], failures: dict[int, str]) -> None:
+        """The slab is free again, or rests for as long as late bytes may reach it."""
         if failures:
             failed = {(w.room.room, w.room.generation) for w in remote if w.room.room in failures}
             self._side.arena.quarantine(slab, failed)
         else:
             self._side.arena.give_back(slab)
 
-    def _place(self, layer: int, want: Wanted, keys: Tensor, values: Tensor) -> None:
+    def keep(self, layer: int, want: Wanted) -> tuple[Tensor, Tensor, Tensor]:
+        """Put what has arrived for a request into the pool, where it is local from now on.
+
+        Returns the rows [n, 2, head_dim] in the arena, with KV head and column of each.
+        """
         g = self._geometry
         assert want.split is not None
         found = want.split.remote[0]
@@ -207,9 +226,8 @@ class Lanes:
         nth = torch.arange(total) - (found.cumsum(0) - found)[head]
         column = want.split.order[0][head, nth]
         position = want.split.reordered[0][head, nth]
-        keys[head, column] = rows[:, 0]
-        values[head, column] = rows[:, 1]
         slot = want.room.slots[position]
         self._side.facts.keys[layer][slot, head] = rows[:, 0]
         self._side.facts.values[layer][slot, head] = rows[:, 1]
         want.room.held[g.sparse_layers.index(layer)][head, position] = LOCAL
+        return rows, head, column

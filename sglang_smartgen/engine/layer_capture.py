@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from sglang_smartgen.core.observe import WINDOW
+from sglang_smartgen.engine.device_path import Copies
 from sglang_smartgen.engine.model_facts import ModelFacts
 from sglang_smartgen.engine.prefill_room import PrefillRoom
-from sglang_smartgen.transfer.push import PushWorker
 
 logger = logging.getLogger(__name__)
 
@@ -24,12 +24,10 @@ logger = logging.getLogger(__name__)
 class LayerCapture:
     """Copies what a layer wrote from the KV pool to the store and wakes the push."""
 
-    def __init__(
-        self, facts: ModelFacts, push: PushWorker, rooms: Mapping[int, PrefillRoom]
-    ) -> None:
+    def __init__(self, facts: ModelFacts, copies: Copies, rooms: Mapping[int, PrefillRoom]) -> None:
         """rooms: those that are captured, by room number; the caller keeps it up to date."""
         self._facts = facts
-        self._push = push
+        self._copies = copies
         self._rooms = rooms
         self._batch: list[int | None] = []
         self._batch_slots: list[Tensor] | None = None
@@ -56,31 +54,35 @@ class LayerCapture:
         for number, slots, count in zip(self._batch, self._batch_slots, new, strict=True):
             end += count
             room = self._rooms.get(number) if number is not None else None
-            if room is not None and room.scheduler_holds:
+            if room is not None and room.scheduler_holds and not room.filled:
                 assert room.push is not None
                 room.began = room.began or time.monotonic()
+                last = None
                 if len(slots) >= room.push.entry.prompt_len and room.push.plan.looks:
                     last = queries[max(end - count, end - WINDOW) : end]
                     shape = self._facts.shape
-                    room.push.queries[layer] = last.reshape(
-                        -1, shape.q_heads, shape.head_dim
-                    ).clone()
-                self._capture(room, layer, slots)
+                    last = last.reshape(-1, shape.q_heads, shape.head_dim)
+                self._capture(room, layer, slots, last)
 
     def sweep(self, room: PrefillRoom, slots: Tensor) -> None:
         """Capture what the layer hook has missed of a prompt that is whole in the pool."""
         assert room.push is not None
         entry = room.push.entry
-        swept = [layer for layer, stop in enumerate(entry.captured) if stop < entry.prompt_len]
+        layers = range(len(entry.captured))
+        swept = [n for n in layers if self._copies.taken(room.push, n) < entry.prompt_len]
         for layer in swept:
-            self._capture(room, layer, slots)
+            self._capture(room, layer, slots, None)
         if swept:
             self.layers_swept += len(swept)
             logger.warning("room %s: the layer hook missed layers %s", entry.room, swept)
 
-    def _capture(self, room: PrefillRoom, layer: int, slots: Tensor) -> None:
+    def behind(self, call: Callable[[], None]) -> None:
+        """Run `call` when all that was captured so far is in the store."""
+        self._copies.behind(call)
+
+    def _capture(
+        self, room: PrefillRoom, layer: int, slots: Tensor, queries: Tensor | None
+    ) -> None:
         assert room.push is not None
-        entry = room.push.entry
-        stop = min(len(slots), entry.prompt_len)
-        if entry.capture(layer, slots, self._facts.keys[layer], self._facts.values[layer], stop):
-            self._push.layer_ready(room.push, layer)
+        pools = self._facts.keys[layer], self._facts.values[layer]
+        self._copies.copy(room.push, layer, slots, pools, queries)

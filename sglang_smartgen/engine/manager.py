@@ -107,6 +107,7 @@ class SmartGenKVManager(MooncakeKVManager):
                 reply=self.send_control,
                 outcome=self,
                 process_transport=self._process_transport(),
+                path=runtime.path(),
                 on_move=self.greet_all,
             )
             runtime.set_prefill_side(self.prefill)
@@ -122,6 +123,7 @@ class SmartGenKVManager(MooncakeKVManager):
                 rank=self.attn_tp_rank,
                 fail_request=self.fail_waiting,
                 open_limit_s=self.waiting_timeout + OPEN_GRACE_S,
+                path=runtime.path(),
             )
             runtime.set_decode_side(self.decode)
             self.decode.heartbeat.start()

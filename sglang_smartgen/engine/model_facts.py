@@ -12,12 +12,16 @@ from sglang_smartgen.config import ConfigError
 from sglang_smartgen.core.geometry import KVGeometry
 from sglang_smartgen.select.base import KVShape
 
+POOLS = ("MHATokenToKVPool", "PinnedMHATokenToKVPool")
+"""SGLang's pool of plain attention, and ours of a decode node on a GPU host."""
+
 
 class ModelFacts(msgspec.Struct, frozen=True):
     """One rank's model and pools, read from SGLang's model runner.
 
-    keys, values: one pool buffer a layer, [slots, kv_heads, head_dim]. req_to_token: int32 [rows,
-    max_len], the slot of every position of a row.
+    keys, values: one pool buffer a layer, [slots, kv_heads, head_dim]; on D always host memory,
+    which P and CPU threads write to. req_to_token: int32 [rows, max_len], the slot of every
+    position of a row.
     """
 
     geometry: KVGeometry
@@ -35,15 +39,10 @@ def read_model(runner: Any) -> ModelFacts:
     """
     pool = runner.token_to_kv_pool
     name = type(runner.model).__name__
-    if type(pool).__name__ != "MHATokenToKVPool":
+    if type(pool).__name__ not in POOLS:
         raise ConfigError(
             f"SmartGen cannot serve {name}: its KV pool is {type(pool).__name__}; "
             "allowed is plain multi-head or grouped-query attention (MHATokenToKVPool)"
-        )
-    if pool.k_buffer[0].device.type != "cpu":
-        raise ConfigError(
-            f"SmartGen cannot serve on {pool.k_buffer[0].device.type}: this version runs on CPU "
-            "pools only (--device cpu)"
         )
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
     from sglang.srt.runtime_context import get_parallel
@@ -92,8 +91,8 @@ def read_model(runner: Any) -> ModelFacts:
     return ModelFacts(
         geometry=geometry,
         shape=shape,
-        keys=list(pool.k_buffer),
-        values=list(pool.v_buffer),
+        keys=list(getattr(pool, "host_keys", pool.k_buffer)),
+        values=list(getattr(pool, "host_values", pool.v_buffer)),
         req_to_token=runner.req_to_token_pool.req_to_token,
         tp_size=get_parallel().attn_tp_size,
     )

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from sglang_smartgen.config import ConfigError
+from sglang_smartgen.config import ConfigError, config_from_env
 from sglang_smartgen.engine import refusals
 
 _registered = False
@@ -32,10 +32,10 @@ def register() -> None:
 
 
 def _build_backend(runner: Any) -> Any:
-    from sglang_smartgen.engine.attention import SmartGenAttnBackend
+    from sglang_smartgen.engine import runtime
 
     try:
-        return SmartGenAttnBackend(runner)
+        return runtime.path().attention(runner)
     except ConfigError as error:
         print(f"SmartGen: {error}", file=sys.stderr, flush=True)
         raise
@@ -51,5 +51,7 @@ def _resolve(server_args: Any, previous: Callable[[Any], None]) -> None:
         print(f"SmartGen: {error}", file=sys.stderr, flush=True)
         os._exit(2)
     previous(server_args)
-    declared = refusals.declare_options(resolving_view(server_args))
+    config = config_from_env()
+    graphs = config is not None and config.device_path == "cuda_graph"
+    declared = refusals.declare_options(resolving_view(server_args), graphs)
     declare_resolution(server_args, "smartgen", **declared)

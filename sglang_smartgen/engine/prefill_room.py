@@ -52,6 +52,7 @@ class PrefillRoom(msgspec.Struct, eq=False):
     scheduler_holds: bool = False
     push_holds: bool = False
     finishing: bool = False
+    filled: bool = False  # the scheduler copies nothing more to its entry; scheduler thread
     began: float | None = None  # when its first layer had run
     served: bool = False  # the server of the store may write for it
     handing_over: bool = False  # the server is being told; it cannot be told to stop yet

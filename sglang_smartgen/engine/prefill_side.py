@@ -25,6 +25,7 @@ from torch import Tensor
 from sglang_smartgen.config import ConfigError, SmartGenConfig
 from sglang_smartgen.core import prefill_room as core
 from sglang_smartgen.engine.admission import Admission
+from sglang_smartgen.engine.device_path import DevicePath
 from sglang_smartgen.engine.layer_capture import LayerCapture
 from sglang_smartgen.engine.model_facts import ModelFacts
 from sglang_smartgen.engine.peers import Peers
@@ -74,11 +75,14 @@ class PrefillSide:
         outcome: Outcome,
         process_transport: TransportSpec | None = None,
         on_move: Callable[[], None] = lambda: None,
+        path: DevicePath | None = None,
     ) -> None:
         """`process_transport` is that of a server process, where the configuration asks for one.
 
-        on_move: `serve_endpoint` has changed; every decode rank must be told.
+        on_move: `serve_endpoint` has changed; every decode rank must be told. path: of this host;
+        None: a CPU host's.
         """
+        path = path or DevicePath()
         self.config = config
         self.facts = facts
         self.epoch = time.time_ns()
@@ -92,6 +96,7 @@ class PrefillSide:
             raise ConfigError(
                 f"store_gb is {config.store_gb}; this machine cannot map that much memory ({error})"
             ) from None
+        path.pin(self.store.memory)
         transport.register(self.store.region)
         self._push = PushWorker(
             transport,
@@ -111,7 +116,7 @@ class PrefillSide:
             finish=self._finish,
             start=self._start,
         )
-        self._capture = LayerCapture(facts, self._push, self._rooms.active)
+        self._capture = LayerCapture(facts, path.copies(self._push.layer_ready), self._rooms.active)
         policy = PushPolicy(config, facts, selector, transport)
         self._speed = policy.speed
         self._admission = Admission(self.store, policy, self._rooms, outcome)
@@ -226,14 +231,15 @@ class PrefillSide:
         if state.began is not None:
             state.push.prefilled(time.monotonic() - state.began)
             self._speed.learn(state.push.entry.prompt_len, state.push.prefill_s)
-        self._finish(state)
+        self._capture.behind(lambda: self._finish(state))
         self.let_go(room)
 
     def let_go(self, room: int) -> None:
         """The scheduler will not fill this room's entry any more (sent, aborted or cleared)."""
         state = self._rooms.active.get(room)
         if state is not None:
-            self._let_go(state, scheduler=True)
+            state.filled = True
+            self._capture.behind(lambda: self._let_go(state, scheduler=True))
 
     def _let_go(self, state: PrefillRoom, scheduler: bool) -> None:
         assert state.push is not None

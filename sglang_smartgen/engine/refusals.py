@@ -82,13 +82,17 @@ def _check_decode(view: Any) -> None:
             )
 
 
-def declare_options(view: Any) -> dict[str, object]:
-    """Options that SmartGen sets itself, by name."""
+def declare_options(view: Any, graphs: bool = False) -> dict[str, object]:
+    """Options that SmartGen sets itself, by name. graphs: D decodes in CUDA graphs."""
     declared: dict[str, object] = {"disable_overlap_schedule": True, "page_size": 1}
     if view.disaggregation_mode == "decode":
         for name in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
             declared[name] = BACKEND
-        # A captured graph would freeze selection and fetch, which run on the host.
-        declared["disable_decode_cuda_graph"] = True
+        # A whole graph would freeze selection and fetch, which the host drives; a breakable one
+        # runs them between its pieces.
+        if graphs:
+            declared["cuda_graph_backend_decode"] = "breakable"
+        else:
+            declared["disable_decode_cuda_graph"] = True
         declared["disaggregation_decode_retraction_backup"] = "none"
     return declared

@@ -10,6 +10,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from sglang_smartgen.config import ConfigError, SmartGenConfig, config_from_env
+from sglang_smartgen.engine.cuda.step import Step
+from sglang_smartgen.engine.device_path import DevicePath, check_device, device_path
 from sglang_smartgen.engine.model_facts import ModelFacts, read_model
 from sglang_smartgen.transfer.seal import Sealer, sealer_from_env
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 class _State:
     config: SmartGenConfig | None = None
+    path: DevicePath | None = None
+    step: Step | None = None
     facts: ModelFacts | None = None
     prefill: PrefillSide | None = None
     decode: DecodeSide | None = None
@@ -36,6 +40,28 @@ def config() -> SmartGenConfig:
     if _state.config is None:
         raise ConfigError("SmartGen is switched off in this process; set --enable-smartgen")
     return _state.config
+
+
+def path() -> DevicePath:
+    """What the kind of this host asks for."""
+    if _state.path is None:
+        _state.path = device_path(config())
+    return _state.path
+
+
+def on_device() -> bool:
+    """Whether this process decodes on the CUDA path."""
+    return _state.config is not None and _state.config.device_path != "cpu"
+
+
+def note_step(rows: list[int], lengths: list[int]) -> None:
+    """The decode step that runs next: rows of the batch and their lengths, its token included."""
+    _state.step = Step(rows, lengths)
+
+
+def step() -> Step:
+    """The decode step that runs; without rows before the first one."""
+    return _state.step or Step([], [])
 
 
 def sealer() -> Sealer | None:
@@ -59,6 +85,9 @@ def remember_model(runner: Any) -> None:
     """
     try:
         _state.facts = read_model(runner)
+        warning = check_device(config(), runner.token_to_kv_pool.k_buffer[0].device.type)
+        if warning is not None:
+            print(f"SmartGen: {warning}", file=sys.stderr, flush=True)
     except ConfigError as error:
         print(f"SmartGen: {error}", file=sys.stderr, flush=True)
         raise

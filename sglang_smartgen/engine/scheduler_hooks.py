@@ -74,7 +74,10 @@ def begin_batch(batch: Any) -> None:
     if prefill is not None and batch.forward_mode.is_extend():
         prefill.set_batch([getattr(req, "bootstrap_room", None) for req in batch.reqs])
     if decode is not None and batch.forward_mode.is_decode():
-        decode.begin_step(batch.req_pool_indices.tolist())
+        rows = batch.req_pool_indices.tolist()
+        decode.begin_step(rows)
+        if runtime.on_device():
+            runtime.note_step(rows, batch.seq_lens_cpu.tolist())
 
 
 def end_batch(batch: Any) -> None:

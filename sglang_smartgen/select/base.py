@@ -141,6 +141,10 @@ class Selector(ABC):
         """
         return top_k(score, k)
 
+    def may_use_fewer(self) -> bool:
+        """Tell whether `pick` may end a row with -1, which only its result then says."""
+        return False
+
     @abstractmethod
     def encode(self, layer: int, keys: Tensor, anchor: Tensor | None) -> Tensor:
         """Encode `keys` [T, Hkv, D], post-RoPE as the pool stores them, to [T, Hkv, width].

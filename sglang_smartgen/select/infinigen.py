@@ -134,6 +134,10 @@ class InfinigenSelector(Selector):
         kept = torch.where(score.gather(-1, index) > -self.alpha, index, end).sort(-1).values
         return torch.where(kept < end, kept, -1)
 
+    def may_use_fewer(self) -> bool:
+        """Tell whether the policy cuts rows short."""
+        return self.policy != "ratio"
+
     def _of(self, layer: int, device: torch.device) -> Tensor:
         choice = self._choice.get(layer)
         if choice is None:

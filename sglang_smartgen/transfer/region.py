@@ -41,6 +41,10 @@ class HostRegion:
             length *= size
         return self.bytes[offset : offset + length].view(dtype).view(shape)
 
+    def device_tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """The same view where the device reads it: here, the host is the device."""
+        return self.tensor(offset, shape, dtype)
+
 
 class SharedRegion(HostRegion):
     """A HostRegion that another process can map too: it is given the file descriptor `fd`.
