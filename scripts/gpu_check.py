@@ -280,6 +280,30 @@ def time_operators(check: Check) -> None:
         lambda: torch_partial(query, partial, rows),
         scored * (64 + 4) / bandwidth,
     )
+    if not dry and importlib.util.find_spec("flashinfer") is not None:
+        time_ranking(check, requests * heads, length, length // 10)
+
+
+def time_ranking(check: Check, rows: int, length: int, k: int) -> None:
+    """The k best in our total order: torch on unique int64 keys, beside FlashInfer's radix top-k."""
+    torch = check.torch
+    import flashinfer
+
+    score = torch.randn(rows, length, device=check.device)
+    position = torch.arange(length, device=check.device)
+
+    def ours() -> Any:
+        bits = score.view(torch.int32)
+        key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32) | position
+        return (key.topk(k, dim=-1, sorted=False).values & 0xFFFFFFFF).sort(dim=-1).values
+
+    check.compare(
+        "top-k in our total order",
+        ours,
+        lambda: score.topk(k, dim=-1),
+        rows * length * 4 / check.floors["device_bytes_s"],
+        {"flashinfer_s": lambda: flashinfer.top_k(score, k, tie_break=2)[1].sort(dim=-1)},
+    )
 
 
 def torch_partial(query: Any, keys: Any, slots: Any) -> Any:
@@ -356,6 +380,8 @@ def attention_row(check: Check, query: Any, keys: Any, values: Any) -> Row:
     else:
         try:
             row["flashinfer"] = check.seconds(flashinfer)
+            theirs = flashinfer().reshape(query.shape)[:1].double()  # type: ignore[attr-defined]
+            row["flashinfer_error"] = float((theirs - wanted).abs().max() / wanted.abs().max())
         except Exception as error:
             row["flashinfer"] = f"{type(error).__name__}: {error}"
     return row
@@ -371,7 +397,7 @@ def flashinfer_call(check: Check, query: Any, keys: Any, values: Any) -> Callabl
 
         batch, heads, k, dim = keys.shape
         pairs = batch * heads
-        work = torch.empty(256 << 20, dtype=torch.uint8, device=check.device)
+        work = torch.zeros(256 << 20, dtype=torch.uint8, device=check.device)
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(work, "NHD")
         pages = torch.arange(pairs * k, dtype=torch.int32, device=check.device)
         first = torch.arange(0, pairs * k + 1, k, dtype=torch.int32, device=check.device)

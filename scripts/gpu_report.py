@@ -48,6 +48,12 @@ def wrong_results(found: Row) -> list[str]:
         for row in found["attention"]
         if not row["error"] <= 1e-2
     ]
+    lines += [
+        f"FlashInfer, {row['tokens']} tokens, batch {row['batch']}: error "
+        f"{row['flashinfer_error']:.2g}"
+        for row in found["attention"]
+        if not row.get("flashinfer_error", 0.0) <= 1e-2
+    ]
     return lines
 
 
@@ -62,7 +68,7 @@ def show(found: Row, wrong: list[str]) -> None:
         print(
             f"  {row['what']:34} {row['ours_s'] * 1e6:9.1f} us"
             f"  torch {row['torch_s'] * 1e6:9.1f} us"
-            f"  {row['speedup']:5.1f}x  {row['share_of_floor']:4.0%} of the floor"
+            f"  {row['speedup']:5.1f}x  {row['share_of_floor']:4.0%} of the floor{beside(row)}"
         )
     for row in found["attention"] if not dry else []:
         other = row["flashinfer"]
@@ -75,6 +81,14 @@ def show(found: Row, wrong: list[str]) -> None:
     for line in wrong:
         print(f"  WRONG  {line}")
     print("  everything right" if not wrong else f"  {len(wrong)} wrong results")
+
+
+def beside(row: Row) -> str:
+    """FlashInfer's time for the same, or why there is none; nothing where it has no such thing."""
+    other = row.get("flashinfer_s")
+    if other is None:
+        return ""
+    return f"  flashinfer {other * 1e6:.1f} us" if isinstance(other, float) else f"  {other}"
 
 
 def plot(found: Row, path: Path) -> bool:

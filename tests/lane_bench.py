@@ -10,6 +10,7 @@ from sglang_smartgen.config import SmartGenConfig
 from sglang_smartgen.core.mask import LOCAL, REMOTE
 from sglang_smartgen.engine.decode_room import DecodeRoom
 from sglang_smartgen.engine.decode_side import DecodeSide
+from sglang_smartgen.engine.device_path import DevicePath
 from sglang_smartgen.engine.lanes import Lanes, Wanted
 from sglang_smartgen.transfer.fake import FakeNetwork, FakeTransport
 from sglang_smartgen.transfer.messages import Endpoint, Fetch, FetchDone, Hello, Message
@@ -24,8 +25,8 @@ POSITIONS = torch.tensor([[3, 10, 40, 59], [0, 10, 11, 12]])
 class Bench:
     """One room of which even positions are local; the rest is NaN in the pool and whole on P."""
 
-    def __init__(self, config: SmartGenConfig) -> None:
-        self.rank = SmallRank(1)
+    def __init__(self, config: SmartGenConfig, path: DevicePath | None = None) -> None:
+        self.rank = SmallRank(1, path)
         self.asked: list[Fetch] = []
         self.answers_at_once = False
         self.side = DecodeSide(
@@ -37,6 +38,7 @@ class Bench:
             reply=D_END,
             send=self.receive,
             rank=0,
+            path=path,
         )
         self.side.on_message(Hello(P_END.host, P_END.port))
         self.lanes = Lanes(self.side)
@@ -124,9 +126,9 @@ class Bench:
         return self.kept[side, layer, POSITIONS, head]
 
 
-def smartgen(**settings: object) -> Bench:
+def smartgen(path: DevicePath | None = None, **settings: object) -> Bench:
     config = {"blocks_per_layer": 50, "min_prompt_len": 32, **settings}
-    return Bench(SmartGenConfig(**config))  # type: ignore[arg-type]
+    return Bench(SmartGenConfig(**config), path)  # type: ignore[arg-type]
 
 
 def asked_positions(fetch: Fetch) -> list[list[int]]:

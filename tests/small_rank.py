@@ -7,10 +7,10 @@ import functools
 import torch
 
 from sglang_smartgen.core.geometry import KVGeometry
+from sglang_smartgen.engine.device_path import DevicePath
 from sglang_smartgen.engine.model_facts import ModelFacts
 from sglang_smartgen.select.base import KVShape, Selector
 from sglang_smartgen.select.registry import make_selector
-from sglang_smartgen.transfer.region import HostRegion
 
 LAYERS, HEADS, DIM, SLOTS, ROWS, WIDTH = 4, 2, 16, 400, 4, 200
 SHAPE = KVShape(LAYERS, 2 * HEADS, HEADS, DIM, DIM**-0.5)
@@ -23,12 +23,17 @@ def hata() -> Selector:
 
 
 class SmallRank:
-    """Pools that a transport may write to; `memory` is the region of K and V of all layers."""
+    """Pools that a transport may write to; `memory` is the region of K and V of all layers.
 
-    def __init__(self, seed: int) -> None:
+    device_pool: `pool` where the device of that host reads it.
+    """
+
+    def __init__(self, seed: int, path: DevicePath | None = None) -> None:
+        """path: of the host whose memory it is; None: a CPU host's."""
         made = torch.Generator().manual_seed(seed)
         shape = (2, LAYERS, SLOTS, HEADS, DIM)
-        self.memory = HostRegion(torch.Size(shape).numel() * 2)
+        self.memory = (path or DevicePath()).region(torch.Size(shape).numel() * 2)
+        self.device_pool = self.memory.device_tensor(0, shape, torch.bfloat16)
         self.pool = self.memory.tensor(0, shape, torch.bfloat16)
         self.pool.copy_(torch.randn(shape, generator=made))
         self.facts = ModelFacts(

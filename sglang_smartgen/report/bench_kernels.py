@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-heads", type=int, default=8, help="KV heads (%(default)s)")
     parser.add_argument("--k", type=int, default=4096, help="entries a KV head (%(default)s)")
     parser.add_argument(
-        "--cache-tokens", type=int, default=2048, help="tokens the decode step sees (%(default)s)"
+        "--cache-tokens",
+        type=int,
+        help="tokens the decode step attends to (k: what the step that splits attends to)",
     )
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="two rounds")
@@ -49,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
 
     Raises ConfigError for a number below 1 and ModelCacheError when there is no model.
     """
+    if args.cache_tokens is None:
+        args.cache_tokens = args.k
     for field in ("batch", "kv_heads", "k", "cache_tokens", "rounds"):
         if getattr(args, field) < 1:
             name = field.replace("_", "-")

@@ -19,7 +19,7 @@ class FakeStep:
     sparse_layers = 2
 
     def __init__(self, batch: int, tokens: int) -> None:
-        assert (batch, tokens) == (2, 2048)
+        assert (batch, tokens) == (2, 9)  # as many as a head selects
 
     def __call__(self) -> None:
         torch.zeros(1)

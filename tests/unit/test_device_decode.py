@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from device_bench import DeviceBench
 from lane_bench import ROOM, SPARSE, TOKENS
-from late_streams import LateStreams
 from reference.operators import sparse_decode as attention
 from small_rank import DIM, HEADS, LAYERS, SLOTS
 
@@ -19,11 +19,20 @@ LENGTHS = [TOKENS + NEW, 9]
 SCALING = DIM**-0.5
 
 
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> str:
+    """The path on CPU tensors, and on a GPU where there is one."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    name: str = request.param
+    return name
+
+
 class StepBench:
     """A room with some new tokens and a request that is not SmartGen's, in one batch."""
 
-    def __init__(self, local: bool = False, **settings: object) -> None:
-        self.device = DeviceBench(**settings)
+    def __init__(self, device: str = "cpu", local: bool = False, **settings: object) -> None:
+        self.device = DeviceBench(device, **settings)
         self.bench = bench = self.device.bench
         bench.answers_at_once = True
         if local:
@@ -34,25 +43,25 @@ class StepBench:
         self.table = bench.rank.facts.req_to_token
         self.table[ROW, : TOKENS + NEW] = torch.cat((bench.slots, free[:NEW])).int()
         self.table[STOCK_ROW, : LENGTHS[1]] = free[NEW : NEW + LENGTHS[1]].int()
-        self.decode = DeviceDecode(
-            bench.side, self.device.lanes, self.attend, bench.rank.facts.req_to_token
-        )
-
-    @property
-    def streams(self) -> LateStreams:
-        return self.device.streams
+        on_device = self.table.to(self.device.device)
+        self.decode = DeviceDecode(bench.side, self.device.lanes, self.attend, on_device)
 
     def attend(self, *args: object) -> torch.Tensor:
-        assert not self.streams.is_aside
-        rows = args[1]
-        assert isinstance(rows, torch.Tensor)
-        if rows.shape[2]:  # gathered aside: the last gather has been joined by now
-            assert self.streams.joined
+        late, rows = self.device.late, args[1]
+        assert not late.is_aside and isinstance(rows, torch.Tensor)
+        if rows.shape[2] and self.device.device.type == "cpu":
+            assert late.joined  # gathered aside: the last gather has been joined by now
         return sparse_decode(*args)  # type: ignore[arg-type]
 
+    def run(self, call: LayerCall, step: Step) -> torch.Tensor:
+        """One layer, with what `call` has in host memory on the device."""
+        call.query = call.query.to(self.device.device)
+        if call.next_query is not None:
+            call.next_query = call.next_query.to(self.device.device)
+        return self.decode.run(call, step).cpu()
+
     def pools(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        pool = self.bench.rank.pool
-        return pool[0, layer], pool[1, layer]
+        return self.device.pools(layer)
 
     def step(
         self, queries: torch.Tensor, early: torch.Tensor | None, rows: int = 2
@@ -64,7 +73,7 @@ class StepBench:
             call = LayerCall(layer, queries[layer], self.pools(layer), SCALING)
             if early is not None and layer + 1 in SPARSE:
                 call.next_query, call.next_pools = early[layer + 1], self.pools(layer + 1)
-            found.append(self.decode.run(call, step))
+            found.append(self.run(call, step))
         return found
 
     def expected(self, layer: int, query: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
@@ -76,7 +85,7 @@ class StepBench:
             positions = bench.pick(layer, seen[0])
         rows = [bench.kept[side, layer, positions, head][None] for side in range(2)]
         tail = self.table[ROW, TOKENS : TOKENS + NEW].long()[None]
-        pools = self.pools(layer)
+        pools = self.bench.rank.pool[0, layer], self.bench.rank.pool[1, layer]
         ours = attention(query[:1], *rows, positions[None], *pools, tail, SCALING)
         nothing = torch.empty(1, HEADS, 0, DIM, dtype=query.dtype)
         none = torch.empty(1, HEADS, 0, dtype=torch.int64)
@@ -94,25 +103,25 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     return torch.allclose(found.double(), wanted, rtol=1e-2, atol=1e-2)
 
 
-def test_every_layer_attends_to_what_its_early_query_selects() -> None:
-    bench = StepBench()
+def test_every_layer_attends_to_what_its_early_query_selects(device: str) -> None:
+    bench = StepBench(device)
     queries, early = some_queries(1), some_queries(2)
     for layer, found in enumerate(bench.step(queries, early)):
         assert close(found, bench.expected(layer, queries[layer], early[layer])), layer
     assert bench.bench.asked and bench.bench.room.failure is None
 
 
-def test_without_lookahead_a_layer_selects_with_its_own_query() -> None:
-    bench = StepBench(lookahead=False)
+def test_without_lookahead_a_layer_selects_with_its_own_query(device: str) -> None:
+    bench = StepBench(device, lookahead=False)
     queries = some_queries(3)
     for layer, found in enumerate(bench.step(queries, None)):
         assert close(found, bench.expected(layer, queries[layer], queries[layer])), layer
     assert bench.bench.asked
 
 
-def test_the_answer_does_not_depend_on_what_was_local() -> None:
+def test_the_answer_does_not_depend_on_what_was_local(device: str) -> None:
     """Bit for bit, in a first step with fetches and a second one without (design.md 2.1)."""
-    remote, local = StepBench(), StepBench(local=True)
+    remote, local = StepBench(device), StepBench(device, local=True)
     for _ in range(2):
         queries, early = some_queries(4), some_queries(5)
         for ours, theirs in zip(
@@ -122,9 +131,9 @@ def test_the_answer_does_not_depend_on_what_was_local() -> None:
     assert remote.bench.asked and not local.bench.asked
 
 
-def test_a_padded_batch_gives_the_real_rows_the_same() -> None:
+def test_a_padded_batch_gives_the_real_rows_the_same(device: str) -> None:
     """What a CUDA graph adds to fill its batch attends to the padding slot, harmlessly."""
-    bench = StepBench(local=True)
+    bench = StepBench(device, local=True)
     queries, early = some_queries(6), some_queries(7)
     alone = bench.step(queries, early)
     step = Step([ROW, STOCK_ROW], LENGTHS)
@@ -134,20 +143,23 @@ def test_a_padded_batch_gives_the_real_rows_the_same() -> None:
         call = LayerCall(layer, wide[layer], bench.pools(layer), SCALING)
         if layer + 1 in SPARSE:
             call.next_query, call.next_pools = wide_early[layer + 1], bench.pools(layer + 1)
-        found = bench.decode.run(call, step.padded(3))
+        found = bench.run(call, step.padded(3))
         assert torch.equal(found[:2], alone[layer]) and found.shape[0] == 3
 
 
-def test_a_window_reaches_back_as_far_as_the_cpu_path_does() -> None:
+def test_a_window_reaches_back_as_far_as_the_cpu_path_does(device: str) -> None:
     """Positions from `length - 1 - window` on; see SGLang's torch_native mask."""
-    bench = StepBench()
+    bench = StepBench(device)
     query = some_queries(8)[0]
     call = LayerCall(0, query, bench.pools(0), SCALING, window=3)
-    found = bench.decode.run(call, Step([ROW, STOCK_ROW], LENGTHS))
+    found = bench.run(call, Step([ROW, STOCK_ROW], LENGTHS))
     slots = bench.table[STOCK_ROW, LENGTHS[1] - 4 : LENGTHS[1]].long()[None]
     nothing = torch.empty(1, HEADS, 0, DIM, dtype=query.dtype)
     none = torch.empty(1, HEADS, 0, dtype=torch.int64)
-    wanted = attention(query[1:], nothing, nothing, none, *bench.pools(0), slots, SCALING)
+    pool = bench.bench.rank.pool
+    wanted = attention(
+        query[1:], nothing, nothing, none, pool[0, 0], pool[1, 0], slots, SCALING
+    )
     assert close(found[1:], wanted)
 
 
@@ -163,7 +175,7 @@ def test_a_step_that_was_broken_off_gives_its_slab_back() -> None:
     queries, early = some_queries(10), some_queries(11)
     step = Step([ROW, STOCK_ROW], LENGTHS)
     call = LayerCall(1, queries[1], bench.pools(1), SCALING, None, early[2], bench.pools(2))
-    bench.decode.run(call, step)
+    bench.run(call, step)
     assert bench.bench.side.room(ROOM) is not None and len(bench.bench.asked) == 1
     for layer, found in enumerate(bench.step(queries, early)):
         assert close(found, bench.expected(layer, queries[layer], early[layer])), layer

@@ -99,17 +99,17 @@ def test_the_host_reads_the_split_only_behind_its_mark() -> None:
     there = DeviceBench()
     bench, query = there.bench, queries(1)[0]
     begun = there.start(2, query)
-    listed, gathered = there.streams.marks
+    listed, gathered = there.late.marks
     assert (begun.listed, begun.gathered) == (listed, gathered)
     assert (listed.waits, gathered.waits) == (1, 0)
     bench.answer(bench.asked[0])
-    assert there.streams.joined == []
+    assert there.late.joined == []
     there.lanes.finish(begun)
-    assert there.streams.joined == [gathered]
+    assert there.late.joined == [gathered]
     bench.rank.pool[:, 2, bench.slots] = bench.kept[:, 2]
     bench.room.mask[2] = LOCAL
     begun = there.start(2, query)
-    assert begun.split is None and [mark.waits for mark in there.streams.marks[2:]] == [0, 0]
+    assert begun.split is None and [mark.waits for mark in there.late.marks[2:]] == [0, 0]
     index, keys, _ = there.lanes.finish(begun)
     assert torch.equal(keys[0], bench.kept[0, 2, index[0], torch.arange(HEADS)[:, None]])
     assert len(bench.asked) == 1
@@ -152,7 +152,7 @@ def test_what_a_request_selects_is_recorded(tmp_path: Any, monkeypatch: Any) -> 
     query = queries(1)[0]
     there.start(2, query)
     counts = there.bench.room.counts
-    assert counts is not None and there.streams.marks[0].waits == 1
+    assert counts is not None and there.late.marks[0].waits == 1
     wanted = torch.zeros_like(counts[0]).scatter_(
         1, there.bench.pick(2, query), torch.ones_like(counts[0])
     )
