@@ -157,9 +157,7 @@ def test_a_window_reaches_back_as_far_as_the_cpu_path_does(device: str) -> None:
     nothing = torch.empty(1, HEADS, 0, DIM, dtype=query.dtype)
     none = torch.empty(1, HEADS, 0, dtype=torch.int64)
     pool = bench.bench.rank.pool
-    wanted = attention(
-        query[1:], nothing, nothing, none, pool[0, 0], pool[1, 0], slots, SCALING
-    )
+    wanted = attention(query[1:], nothing, nothing, none, pool[0, 0], pool[1, 0], slots, SCALING)
     assert close(found[1:], wanted)
 
 
