@@ -285,7 +285,7 @@ def time_operators(check: Check) -> None:
 
 
 def time_ranking(check: Check, rows: int, length: int, k: int) -> None:
-    """The k best in our total order: torch on unique int64 keys, beside FlashInfer's radix top-k."""
+    """The k best in our total order: torch on unique int64 keys, and FlashInfer's radix top-k."""
     torch = check.torch
     import flashinfer
 

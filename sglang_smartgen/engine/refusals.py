@@ -62,8 +62,20 @@ def check_options(view: Any) -> None:
             f"{DEFERRED_RELEASE} is off; SmartGen needs it on, since it keeps slots from a new "
             "owner while an aborted transfer drains"
         )
+    if view.enable_hierarchical_cache:
+        _check_hierarchy(view)
     if view.disaggregation_mode == "decode":
         _check_decode(view)
+
+
+def _check_hierarchy(view: Any) -> None:
+    if view.disaggregation_mode == "decode":
+        who, why = "a SmartGen decode node", "D has no prefix cache"
+    elif view.device == "cpu":
+        who, why = "SmartGen on a CPU host", "SGLang copies to and from its host tier on a GPU only"
+    else:
+        return
+    raise ConfigError(f"--enable-hierarchical-cache is True; {who} allows False, since {why}")
 
 
 def _check_decode(view: Any) -> None:

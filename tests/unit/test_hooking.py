@@ -193,6 +193,7 @@ def test_a_call_is_counted_and_its_result_used(probe: dict[str, Any]) -> None:
 def test_every_checked_option_exists(probe: dict[str, Any]) -> None:
     declared = refusals.declare_options(SimpleNamespace(disaggregation_mode="decode"))
     names = {*refusals.ALLOWED, *declared, "disaggregation_decode_retraction_backup"}
+    names |= {"enable_hierarchical_cache", "device", "cuda_graph_backend_decode"}
     assert names - set(probe["options"]) == set()
 
 
@@ -248,6 +249,8 @@ def options(**changed: object) -> SimpleNamespace:
         "attn_cp_size": 1,
         "dcp_size": 1,
         "disaggregation_decode_retraction_backup": None,
+        "enable_hierarchical_cache": False,
+        "device": "cpu",
         **dict.fromkeys(BACKENDS),
     }
     return SimpleNamespace(**(good | changed))
@@ -316,6 +319,14 @@ def test_a_decode_node_has_its_own_backend_and_no_retraction_backup() -> None:
         disaggregation_decode_retraction_backup="host",
     )
     refusals.check_options(prefill)
+
+
+def test_a_hierarchical_cache_is_for_a_prefill_node_on_a_gpu() -> None:
+    sentence = refusal(options(enable_hierarchical_cache=True))
+    assert sentence.startswith("--enable-hierarchical-cache is True; a SmartGen decode node allows")
+    prefill = {"disaggregation_mode": "prefill", "enable_hierarchical_cache": True}
+    assert "on a CPU host allows False" in refusal(options(**prefill))
+    refusals.check_options(options(**prefill, device="cuda"))
 
 
 @pytest.mark.parametrize(
