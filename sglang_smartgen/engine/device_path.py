@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from sglang_smartgen.config import ConfigError, SmartGenConfig
+from sglang_smartgen.select.base import Selector
 from sglang_smartgen.transfer.push import PushRoom
 from sglang_smartgen.transfer.region import HostRegion
 
@@ -88,8 +89,8 @@ class DevicePath:
     def pin(self, region: HostRegion) -> None:
         """Make memory that is there already fit for copies from the device."""
 
-    def copies(self, stored: Stored) -> Copies:
-        """How P captures."""
+    def copies(self, stored: Stored, selector: Selector) -> Copies:
+        """How P captures; `selector` makes the metadata where that is done before the copy."""
         return HostCopies(stored)
 
     def attention(self, runner: Any) -> Any:

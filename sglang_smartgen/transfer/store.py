@@ -50,6 +50,8 @@ class StoreEntry:
         self.residual = residual
         self.captured = [0] * kv.shape[0]
         self.encoded = [0] * metadata.shape[0]
+        # Tokens from the start whose metadata was written by whoever captured them.
+        self.encoded_before = [0] * metadata.shape[0]
 
     def capture(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor, stop: int) -> bool:
         """Copy tokens `[captured, stop)` of a layer from the pool; True when there were any.
@@ -76,9 +78,11 @@ class StoreEntry:
         anchor_len = min(selector.anchor_tokens, self.prompt_len)
         if start >= stop or stop < anchor_len:
             return (stop, stop)
-        keys = self.kv[layer, 0]
-        anchor = keys[:anchor_len] if anchor_len else None
-        self.metadata[sparse, start:stop] = selector.encode(layer, keys[start:stop], anchor)
+        first = max(start, self.encoded_before[sparse])
+        if first < stop:
+            keys = self.kv[layer, 0]
+            anchor = keys[:anchor_len] if anchor_len else None
+            self.metadata[sparse, first:stop] = selector.encode(layer, keys[first:stop], anchor)
         self.encoded[sparse] = stop
         return (start, stop)
 

@@ -16,6 +16,7 @@ from sglang_smartgen.core.geometry import DENSE_LAYERS
 from sglang_smartgen.engine.cuda.copies import DeviceCopies
 from sglang_smartgen.engine.cuda.streams import Mark
 from sglang_smartgen.engine.device_path import Copies, DevicePath, Stored
+from sglang_smartgen.select.base import Selector
 
 
 class HeldMark(LateMark):
@@ -47,8 +48,8 @@ class HeldPath(DevicePath):
     def __init__(self) -> None:
         self.streams = HeldStreams()
 
-    def copies(self, stored: Stored) -> Copies:
-        return DeviceCopies(self.streams, stored)
+    def copies(self, stored: Stored, selector: Selector) -> Copies:
+        return DeviceCopies(self.streams, stored, selector)
 
 
 class HeldBench(Bench):
@@ -131,3 +132,24 @@ def test_layers_that_the_hook_missed_are_swept(bench: HeldBench) -> None:
     assert bench.side.layers_swept == LAYERS - 1
     target, source = bench.target[:TOKENS], bench.source[:TOKENS]
     assert torch.equal(bench.there.pool[:, :2, target], bench.here.pool[:, :2, source])
+
+
+@pytest.mark.parametrize("first", [TOKENS, 140, 40])
+def test_metadata_is_the_bytes_that_a_cpu_host_makes(bench: HeldBench, first: int) -> None:
+    """Whole, in chunks, and with a first chunk too short to centre on, which the push encodes."""
+    whole = Bench()
+    bench.let(1000)
+    for each in (whole, bench):
+        each.begun()
+        each.layers(stop=first)
+        each.layers()
+        each.finish()
+        assert each.end().failure is None
+    ours, theirs = bench.side.store.acquire(ROOM, 1), whole.side.store.acquire(ROOM, 1)
+    assert ours is not None and theirs is not None
+    assert torch.equal(ours.metadata, theirs.metadata) and torch.equal(ours.kv, theirs.kv)
+    beside = [0 if first < hata().anchor_tokens else TOKENS] * len(ours.sparse_layers)
+    assert ours.encoded_before == beside
+    size = whole.metadata.bytes
+    assert torch.equal(bench.metadata.bytes, size) and bool(size.any())
+    whole.p.release()

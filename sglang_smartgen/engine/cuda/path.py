@@ -11,6 +11,7 @@ from sglang_smartgen.engine.cuda.copies import DeviceCopies
 from sglang_smartgen.engine.cuda.mapped import MappedRegion, register
 from sglang_smartgen.engine.cuda.streams import Streams
 from sglang_smartgen.engine.device_path import Copies, DevicePath, Stored
+from sglang_smartgen.select.base import Selector
 from sglang_smartgen.transfer.region import HostRegion
 
 
@@ -28,9 +29,9 @@ class CudaPath(DevicePath):
         """See DevicePath. Raises ConfigError when CUDA cannot pin it."""
         register(region)
 
-    def copies(self, stored: Stored) -> Copies:
+    def copies(self, stored: Stored, selector: Selector) -> Copies:
         """See DevicePath."""
-        return DeviceCopies(Streams(), stored)
+        return DeviceCopies(Streams(), stored, selector)
 
     def attention(self, runner: Any) -> Any:
         """See DevicePath. Raises ConfigError for kernels that cannot run here."""
