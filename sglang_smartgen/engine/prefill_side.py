@@ -116,7 +116,8 @@ class PrefillSide:
             finish=self._finish,
             start=self._start,
         )
-        self._capture = LayerCapture(facts, path.copies(self._push.layer_ready, selector), self._rooms.active)
+        copies = path.copies(self._push.layer_ready, selector)
+        self._capture = LayerCapture(facts, copies, self._rooms.active)
         policy = PushPolicy(config, facts, selector, transport)
         self._speed = policy.speed
         self._admission = Admission(self.store, policy, self._rooms, outcome)
