@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sglang_smartgen.config import ConfigError, SmartGenConfig
 from sglang_smartgen.select.base import Selector
-from sglang_smartgen.transfer.push import PushRoom
+from sglang_smartgen.transfer.push_room import PushRoom
 from sglang_smartgen.transfer.region import HostRegion
 
 UNPROVEN = (

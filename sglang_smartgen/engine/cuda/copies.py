@@ -22,7 +22,7 @@ from torch import Tensor
 from sglang_smartgen.engine.cuda.streams import Streams, to_device
 from sglang_smartgen.engine.device_path import Stored
 from sglang_smartgen.select.base import Selector
-from sglang_smartgen.transfer.push import PushRoom
+from sglang_smartgen.transfer.push_room import PushRoom
 
 logger = logging.getLogger(__name__)
 
