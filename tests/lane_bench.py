@@ -111,8 +111,12 @@ class Bench:
             self.side.metadata[sparse, self.slots] = encoded
 
     def pick(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        """What the CPU path selects for a query [q_heads, head_dim]: int64 [heads, k]."""
+        """What is selected for a query [q_heads, head_dim] where it is: int64 [heads, k].
+
+        Scores are floats, so another device may break near-ties otherwise.
+        """
         metadata = self.side.metadata[SPARSE.index(layer)].index_select(0, self.slots)
+        metadata = metadata.to(query.device)
         grouped = query.view(HEADS, -1, DIM)
         selector = self.side.selector
         return selector.pick(selector.score(layer, grouped, metadata), self.room.k)

@@ -82,7 +82,7 @@ class StepBench:
         head = torch.arange(HEADS)[:, None]
         positions = torch.arange(TOKENS).expand(HEADS, -1)
         if layer in SPARSE:
-            positions = bench.pick(layer, seen[0])
+            positions = bench.pick(layer, seen[0].to(self.device.device)).cpu()
         rows = [bench.kept[side, layer, positions, head][None] for side in range(2)]
         tail = self.table[ROW, TOKENS : TOKENS + NEW].long()[None]
         pools = self.bench.rank.pool[0, layer], self.bench.rank.pool[1, layer]
