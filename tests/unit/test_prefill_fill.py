@@ -16,6 +16,7 @@ from small_rank import DIM, HEADS, LAYERS
 
 from sglang_smartgen.core import recordings
 from sglang_smartgen.core.geometry import DENSE_LAYERS
+from sglang_smartgen.core.mask import LOCAL
 from sglang_smartgen.core.observe import WINDOW
 from sglang_smartgen.core.room_plan import RoomPlan
 from sglang_smartgen.transfer import fetch_servers
@@ -119,7 +120,7 @@ def test_the_last_chunk_shows_its_last_queries_and_no_other(
     assert bench.end().failure is None
     # 20 blocks of 3 tokens are left for the sparse layers, equally.
     mask = bench.mask.tensor(0, (LAYERS, bench.mask.region.length // LAYERS), torch.int8)
-    assert mask.sum(1).tolist() == [TOKENS, TOKENS, 30, 30]
+    assert (mask == LOCAL).sum(1).tolist() == [TOKENS, TOKENS, 30, 30]
 
 
 def test_an_order_that_cannot_be_had_is_a_full_transfer(
@@ -166,15 +167,27 @@ def test_k_r_is_computed_once_speed_and_network_are_known(
     bench.layers()
     bench.finish()
     bench.end()
-    per_layer = bench.mask.bytes.view(LAYERS, -1).sum(1).tolist()
-    assert per_layer == [TOKENS, TOKENS, 0, 0]  # a quarter of the blocks, so the dense layers
+    assert local(bench)[:DENSE_LAYERS] == [TOKENS, TOKENS]
+    monkeypatch.setattr(bench.p, "bandwidth", lambda session: 1.0)
+    bench.mask.bytes.zero_()
+    bench.announce(7, proactive_blocks=None)
+    assert bench.side.begin(7, TOKENS)
+    bench.layers(room=7)
+    bench.finish(7)
+    assert bench.end().entry.residual.left  # on a slow one decode does not wait for it
+    assert local(bench)[:DENSE_LAYERS] == [TOKENS, TOKENS]
     monkeypatch.setattr(bench.p, "bandwidth", lambda session: 1e15)
     bench.announce(8, proactive_blocks=None)
     assert bench.side.begin(8, TOKENS)
     bench.layers(room=8)
     bench.finish(8)
-    assert bench.end().keep is False  # on a fast network it is a full transfer
-    assert bench.mask.bytes.view(LAYERS, -1).sum(1).tolist() == [TOKENS] * LAYERS
+    assert bench.end().entry.residual.left == 0  # on a fast network it is a full transfer
+    assert local(bench) == [TOKENS] * LAYERS
+
+
+def local(bench: Bench) -> list[int]:
+    """How many tokens of each layer the mask says are local."""
+    return (bench.mask.bytes.view(LAYERS, -1) == LOCAL).sum(1).tolist()
 
 
 def test_a_hung_decode_node_holds_up_no_fetch_of_another(bench: Bench) -> None:
