@@ -160,7 +160,7 @@ class PushWorker:
             if not self._alive(room):
                 return False
             for piece in pieces_of(room, layer, self._selector, size):
-                if self._late(lane, room, piece, load):
+                if self._late(room, piece):
                     room.plan.give_up(layer, torch.from_numpy(piece.tokens))
                     continue
                 load.add(room, piece)
@@ -173,7 +173,7 @@ class PushWorker:
 
     def _send_more(self, lane: _Lane, room: PushRoom) -> bool:
         """One write of blocks that were not planned, while prefill goes on; False: none is left."""
-        if not room.plan.elastic or room.late_at is not None or not self._alive(room):
+        if not room.plan.elastic or room.grace_s is not None or not self._alive(room):
             return False
         size = self._write_bytes(room)
         tokens = max(1, size // (2 * room.peer.registration.kv_row_bytes))
@@ -199,17 +199,19 @@ class PushWorker:
             room.ended_early = room.ended_early or GONE
         return not room.over
 
-    def _late(self, lane: _Lane, room: PushRoom, piece: Piece, load: Load) -> bool:
-        """Whether decode, which could begin soon, would wait for this piece."""
-        if not room.plan.elastic or room.late_at is None or not piece.optional:
+    def _late(self, room: PushRoom, piece: Piece) -> bool:
+        """Whether decode, which could begin soon, would wait too long for this piece.
+
+        Counted in bytes at the measured rate: a thread that was not let run for a while must not
+        make a fast network pass for a slow one.
+        """
+        if not room.plan.elastic or room.grace_s is None or not piece.optional:
             return False
         rate = self._transport.bandwidth(room.peer.registration.session)
-        if rate is None:
-            return False
-        now = time.monotonic()
-        write = lane.under_way
-        free_at = now if write is None else max(now, write.began + write.bytes / rate)
-        return free_at + (load.bytes + piece.bytes) / rate > room.late_at
+        if rate is not None and room.after_bytes + piece.bytes > rate * room.grace_s:
+            return True
+        room.after_bytes += piece.bytes
+        return False
 
     def _write_bytes(self, room: PushRoom) -> int:
         rate = self._transport.bandwidth(room.peer.registration.session)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Protocol
 
 import msgspec
@@ -50,8 +49,9 @@ class PushRoom:
 
     `failure` is the cause of a failed write, whose bytes may still land; `ended_early` the cause of
     an end without one. Each is set once and ends the pushes. writes: one (monotonic start, end,
-    bytes, spans) a write. masks: of what has arrived and D does not know of yet. late_at: monotonic
-    time after which an elastic plan's blocks would keep decode waiting; None until prefill is over.
+    bytes, spans) a write. masks: of what has arrived and D does not know of yet. grace_s: seconds
+    that blocks of an elastic plan may take after the prefill, None until it is over; after_bytes:
+    how much of them has been sent since.
     """
 
     def __init__(
@@ -82,7 +82,8 @@ class PushRoom:
         # The prompt's last queries [w, q_heads, head_dim] by layer, for a plan that looks at them.
         self.queries: dict[int, Tensor] = {}
         self.prefill_s = 0.0
-        self.late_at: float | None = None
+        self.grace_s: float | None = None
+        self.after_bytes = 0
         self.proactive_bytes = 0
         self.metadata_bytes = 0
         self.writes: list[tuple[float, float, int, int]] = []
@@ -98,4 +99,4 @@ class PushRoom:
     def prefilled(self, seconds: float) -> None:
         """Its prompt is computed; that took so long. A fiftieth of it more is not noticed."""
         self.prefill_s = seconds
-        self.late_at = time.monotonic() + max(LEAST_GRACE_S, GRACE * seconds)
+        self.grace_s = max(LEAST_GRACE_S, GRACE * seconds)

@@ -60,7 +60,7 @@ class OpenGate:
         self.shut = False
 
     def began(self) -> bool:
-        return not self.shut
+        return self.live() and not self.shut
 
     def ended(self, done: bool) -> None:
         self.ends.append(done)

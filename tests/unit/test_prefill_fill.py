@@ -170,10 +170,10 @@ def test_k_r_is_computed_once_speed_and_network_are_known(
     assert local(bench)[:DENSE_LAYERS] == [TOKENS, TOKENS]
     monkeypatch.setattr(bench.p, "bandwidth", lambda session: 1.0)
     bench.mask.bytes.zero_()
-    bench.announce(7, proactive_blocks=None)
-    assert bench.side.begin(7, TOKENS)
-    bench.layers(room=7)
-    bench.finish(7)
+    bench.announce(9, proactive_blocks=None)
+    assert bench.side.begin(9, TOKENS)
+    bench.layers(room=9)
+    bench.finish(9)
     assert bench.end().entry.residual.left  # on a slow one decode does not wait for it
     assert local(bench)[:DENSE_LAYERS] == [TOKENS, TOKENS]
     monkeypatch.setattr(bench.p, "bandwidth", lambda session: 1e15)
