@@ -57,7 +57,9 @@ class SmartGenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         its own, which costs a second transport engine and some 300 MB of memory.
     fetch_timeout_s: seconds that one remote fetch may take before its requests fail; on P, that
         one write of a fetch may take. Set it alike on both.
-    transport: name of the transport.
+    transport: `mooncake`, or `rails`: every way that both nodes have, see docs/rails.md.
+    rails: with transport `rails`, the rails of this node, `kind` or `kind@address` (kinds mooncake,
+        socket, shm, nixl); none = what is found on it.
     device_path: `cpu` serves on CPU hosts only; `cuda` serves on a GPU host, and `cuda_graph`
         decodes there in CUDA graphs besides. Experimental: neither has been run on a GPU yet.
     attention_kernels: what attends and ranks on a GPU, `triton` (ours) or `flashinfer`; `auto` is
@@ -85,7 +87,8 @@ class SmartGenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     store_gb: float = 4.0
     store_server: Literal["thread", "process"] = "thread"
     fetch_timeout_s: float = 5.0
-    transport: Literal["mooncake"] = "mooncake"
+    transport: Literal["mooncake", "rails"] = "mooncake"
+    rails: list[str] = msgspec.field(default_factory=list)
     device_path: DevicePath = "cpu"
     attention_kernels: Kernels = "auto"
 
@@ -106,12 +109,26 @@ class SmartGenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"proactive_blocks is {self.proactive_blocks}; it must be positive, "
                 "or left out to let SmartGen choose"
             )
+        self._check_rails()
         from sglang_smartgen.select.registry import check_name
 
         try:
             check_name(self.selector)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+
+    def _check_rails(self) -> None:
+        if self.rails and self.transport != "rails":
+            raise ConfigError(f"rails is {self.rails}; it needs transport 'rails'")
+        if len(self.rails) > 32:
+            raise ConfigError(f"rails has {len(self.rails)} rails; allowed are 32")
+        from sglang_smartgen.transfer.rails.name import split
+
+        for rail in self.rails:
+            try:
+                split(rail)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
 
     def proactive_blocks_of(self, layers: int) -> int | None:
         """K_r for a model of `layers` layers under this mode, before clipping to [2M, L*M].

@@ -40,7 +40,7 @@ from sglang_smartgen.transfer.push_room import Peer
 from sglang_smartgen.transfer.region import HostRegion
 from sglang_smartgen.transfer.residual import Portion
 from sglang_smartgen.transfer.store import PrefillStore
-from sglang_smartgen.transfer.transport import Span, WriteHandle
+from sglang_smartgen.transfer.transport import Priority, Span, WriteHandle
 
 LAYERS, HEADS, DIM, TOKENS = 4, 2, 4, 40
 ENTRY = 2 * DIM * 4  # bytes of one entry
@@ -62,7 +62,13 @@ class LedgerTransport(FakeTransport):
         self.outside: list[range] = []
         self.filled: list[range] = []  # in the order of their writes
 
-    def write(self, peer: str, spans: Sequence[Span]) -> WriteHandle:
+    def write(
+        self,
+        peer: str,
+        spans: Sequence[Span],
+        priority: Priority = Priority.PROACTIVE,
+        deadline_s: float | None = None,
+    ) -> WriteHandle:
         for span in spans:
             if span.destination in self.fill:
                 at = span.destination - self.fill.start
@@ -71,7 +77,7 @@ class LedgerTransport(FakeTransport):
                 every = [g for ranges in self.granted.values() for g in ranges]
                 if not any(g.start <= at and wanted.stop <= g.stop for g in every):
                     self.outside.append(wanted)
-        return super().write(peer, spans)
+        return super().write(peer, spans, priority, deadline_s)
 
 
 class Bench:

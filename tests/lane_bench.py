@@ -91,7 +91,13 @@ class Bench:
         if self.answers_at_once:
             self.answer(message)
 
-    def answer(self, fetch: Fetch, failures: list[tuple[int, str]] | None = None) -> None:
+    def answer(
+        self,
+        fetch: Fetch,
+        failures: list[tuple[int, str]] | None = None,
+        *,
+        late: bool = False,
+    ) -> None:
         """P's entries land in the arena, then it says so."""
         for item in fetch.items:
             at = item.arena_offset
@@ -100,7 +106,7 @@ class Bench:
                 rows = self.side.arena.memory.tensor(at, (len(where), 2, DIM), torch.bfloat16)
                 rows.copy_(self.kept[:, fetch.layer, where, head].movedim(0, 1))
                 at += rows.numel() * 2
-        self.side.on_message(FetchDone(fetch.sequence, failures or []))
+        self.side.on_message(FetchDone(fetch.sequence, failures or [], late))
 
     def encode(self) -> None:
         """The metadata that P's push has brought before decode starts."""

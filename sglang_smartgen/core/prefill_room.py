@@ -184,6 +184,10 @@ class PrefillRoom:
                 return self._fail("a write to the decode node failed", now)
         return self._settle(now)
 
+    def doubt(self) -> None:
+        """A write is complete, but a copy of some of its bytes may still land."""
+        self._doubtful = True
+
     def fenced(self, sure: bool, now: float) -> list[PrefillAction]:
         """The answer to FENCE: no write from before it can land, or that is not sure yet."""
         if not self._fencing:

@@ -36,6 +36,10 @@ class RoomGate:
         """Leave for one write."""
         return self._rooms.write_began(self._room)
 
+    def late(self) -> None:
+        """A copy of a complete write may still land."""
+        self._rooms.write_late(self._room)
+
     def ended(self, done: bool) -> None:
         """The write is complete, or its bytes may still land."""
         self._rooms.write_ended(self._room, done)

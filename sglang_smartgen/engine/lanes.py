@@ -10,7 +10,7 @@ that of the selector. Fetched entries are kept one by one (`DecodeRoom.held`), n
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import msgspec
 import torch
@@ -91,7 +91,7 @@ class Lanes:
         gathered = list(self._local_lane(layer, prepared.wanted))
         failures = self.collect(remote, ticket, waited)
         self._place_all(layer, remote, gathered, failures)
-        self.return_slab(slab, remote, failures)
+        self.return_slab(slab, remote, {*failures, *ticket.late})
         yield from gathered
 
     def collect(self, remote: list[Wanted], ticket: Ticket, waited: float = 0.0) -> dict[int, str]:
@@ -203,11 +203,14 @@ class Lanes:
                 keys[head, column] = rows[:, 0]
                 values[head, column] = rows[:, 1]
 
-    def return_slab(self, slab: Slab, remote: list[Wanted], failures: dict[int, str]) -> None:
-        """The slab is free again, or rests for as long as late bytes may reach it."""
-        if failures:
-            failed = {(w.room.room, w.room.generation) for w in remote if w.room.room in failures}
-            self._side.arena.quarantine(slab, failed)
+    def return_slab(self, slab: Slab, remote: list[Wanted], doubtful: Collection[int]) -> None:
+        """The slab is free again, or rests for as long as late bytes may reach it.
+
+        doubtful: rooms of which a write may still land, or land again.
+        """
+        if doubtful:
+            waits = {(w.room.room, w.room.generation) for w in remote if w.room.room in doubtful}
+            self._side.arena.quarantine(slab, waits)
         else:
             self._side.arena.give_back(slab)
 

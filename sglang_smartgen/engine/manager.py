@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import ABORT_TAG, CommonKVReceiver
 from sglang.srt.disaggregation.mooncake.conn import (
@@ -61,7 +62,10 @@ from sglang_smartgen.transfer.messages import (
 from sglang_smartgen.transfer.mooncake import MooncakeTransport
 from sglang_smartgen.transfer.notices import Notices
 from sglang_smartgen.transfer.push_room import PushRoom
+from sglang_smartgen.transfer.rails.make import make_rails
+from sglang_smartgen.transfer.rails.transport import RailsTransport
 from sglang_smartgen.transfer.serve_channel import TransportSpec
+from sglang_smartgen.transfer.transport import Region, TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +81,7 @@ class SmartGenKVManager(MooncakeKVManager):
         self.prefill: PrefillSide | None = None
         self.decode: DecodeSide | None = None
         self.open_message: OpenRoom | None = None
+        self.rails: RailsTransport | None = None
         self.aux_indices: dict[int, int | None] = {}
         self.causes: dict[int, str] = {}
         self.greeted: dict[str, Endpoint] = {}  # decode session -> where it listens
@@ -97,7 +102,8 @@ class SmartGenKVManager(MooncakeKVManager):
 
     def _build_side(self, config: SmartGenConfig, facts: ModelFacts) -> None:
         selector = load_selector(config, facts, self.server_args.model_path)
-        transport = MooncakeTransport(self.engine.engine, self.get_session_id())
+        own = MooncakeTransport(self.engine.engine, self.get_session_id())
+        transport = own if config.transport == "mooncake" else self._over_rails(config, own)
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             self.prefill = PrefillSide(
                 config=config,
@@ -106,7 +112,7 @@ class SmartGenKVManager(MooncakeKVManager):
                 transport=transport,
                 reply=self.send_control,
                 outcome=self,
-                process_transport=self._process_transport(),
+                process_transport=self._process_transport(config),
                 path=runtime.path(),
                 on_move=self.greet_all,
             )
@@ -128,11 +134,34 @@ class SmartGenKVManager(MooncakeKVManager):
             runtime.set_decode_side(self.decode)
             self.decode.heartbeat.start()
 
-    def _process_transport(self) -> TransportSpec:
+    def _process_transport(self, config: SmartGenConfig) -> TransportSpec:
         """What SGLang starts its own engine with, for the engine of a server process."""
         protocol = envs.MOONCAKE_PROTOCOL.get()
         engine = self.engine
-        return TransportSpec("mooncake", engine.hostname, protocol, engine.ib_device or "")
+        host, devices = engine.hostname, engine.ib_device or ""
+        return TransportSpec(config.transport, host, protocol, devices, rails=config.rails)
+
+    def _over_rails(self, config: SmartGenConfig, own: MooncakeTransport) -> RailsTransport:
+        """The configured rails, SGLang's engine among them, and on D its pool known to them all."""
+        spec = self._process_transport(config)
+        try:
+            rails = make_rails(
+                config.rails,
+                spec.host,
+                spec.protocol,
+                spec.devices,
+                engine=own,
+                session=self.get_session_id(),
+            )
+            if self.disaggregation_mode == DisaggregationMode.DECODE:
+                device = runtime.facts().keys[0].device.type != "cpu"
+                pool = zip(self.kv_args.kv_data_ptrs, self.kv_args.kv_data_lens, strict=True)
+                for address, length in sorted({piece for piece in pool if piece[1]}):
+                    rails.adopt(Region(address, length), own, device=device)
+        except TransportError as error:
+            raise ConfigError(f"transport is 'rails', which fails here: {error}") from None
+        self.rails = rails
+        return rails
 
     # Messages in ----------------------------------------------------------------------------
 
@@ -259,7 +288,10 @@ class SmartGenKVManager(MooncakeKVManager):
         """SGLang's registration with our frame behind it; stock P ignores the frame."""
         frames: list[bytes] = super().build_receiver_registration_message()
         assert self.decode is not None and len(frames) == REGISTRATION_FRAMES
-        return seal_behind(frames, self.decode.registration(), self.sealer)
+        registration = self.decode.registration()
+        if self.rails is not None:
+            registration = msgspec.structs.replace(registration, rails=self.rails.card())
+        return seal_behind(frames, registration, self.sealer)
 
     def build_receiver_metadata_message(self, **named: Any) -> list[bytes]:
         """SGLang's metadata with the room's OpenRoom behind it, when the receiver set one."""
@@ -327,7 +359,7 @@ class SmartGenKVManager(MooncakeKVManager):
         """The push writes nothing more; when it failed, both sides learn the cause."""
         room = push.entry.room
         try:
-            if push.failure is not None:
+            if push.failure is not None or (push.late and push.ended_early):
                 # Late bytes may still land: SGLang must not acknowledge an abort of this room.
                 self._poison_unsettled_send(room)
             if cause := push.failure or push.ended_early:

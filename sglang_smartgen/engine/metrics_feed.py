@@ -36,6 +36,21 @@ REASONS = (
 Values = dict[tuple[str, ...], float | Buckets]
 """One metric's values by the values of its labels."""
 
+RAIL_STATES = {"healthy": 0, "degraded": 1, "paused": 2}
+
+_RAIL = {
+    "rail_bytes": "bytes",
+    "rail_slices": "slices",
+    "rail_errors": "errors",
+    "rail_retries": "retries",
+    "rail_pauses": "pauses",
+    "rail_predicted_seconds": "predicted_s",
+    "rail_finish_seconds": "real_s",
+    "rail_bandwidth_bytes_per_second": "bandwidth",
+    "rail_state": "state",
+}
+"""Metric of a rail without prefix and `_total` -> key of its row in `/server_info`."""
+
 _SHOWN = {
     "open_rooms": "open_rooms",
     "bandwidth_bytes_per_second": "bandwidth",
@@ -80,6 +95,12 @@ def _values(name: str, state: Mapping[str, Any], count: Counts) -> Values:
             served = {"on_demand": "fetches", "speculative": "slices"} if prefill else {}
             asked = {**count.requests, **{kind: state[key] for kind, key in served.items()}}
             return {(kind,): n for kind, n in asked.items()}
+        case "rail_switches_total":
+            return {(): state["rail_switches"]}
+        case _ if name.removesuffix("_total") in _RAIL:
+            key = _RAIL[name.removesuffix("_total")]
+            shown = {row["rail"]: row[key] for row in state["rails"]}
+            return {(rail,): RAIL_STATES.get(value, value) for rail, value in shown.items()}
         case "rooms_total":
             return {(): state["counters"]["rooms"]}
         case "fetch_latency_seconds":

@@ -96,6 +96,20 @@ TABLE = (
     _gauge("quarantined_rooms", "Rooms that wait for prefill to let go of them.", D),
     _gauge("quarantined_slabs", "Fetch landing areas that late bytes may still reach.", D),
     _counter("unacknowledged_releases", "Rooms freed although prefill never let go of them.", D),
+    _counter("rail_bytes", "Bytes that a rail has brought to decode.", P, "rail"),
+    _counter("rail_slices", "Slices that a rail has brought to decode.", P, "rail"),
+    _counter("rail_errors", "Slices that failed on a rail.", P, "rail"),
+    _counter(
+        "rail_retries", "Slices that a rail got because another one had not done it.", P, "rail"
+    ),
+    _counter(
+        "rail_pauses", "How often a rail was given up, until a probe was answered.", P, "rail"
+    ),
+    _counter("rail_predicted_seconds", "Predicted time of a rail's slices.", P, "rail"),
+    _counter("rail_finish_seconds", "Time that a rail's slices really took.", P, "rail"),
+    _gauge("rail_bandwidth_bytes_per_second", "Bandwidth learned of a rail.", P, "rail"),
+    _gauge("rail_state", "Of a rail: 0 healthy, 1 degraded, 2 paused.", P, "rail"),
+    _counter("rail_switches", "How often traffic went over to rails of another kind.", P),
     _counter("fallbacks", "Requests that got a full transfer instead, by reason.", BOTH, "reason"),
     _counter("failures", "Requests that failed in SmartGen, by cause.", BOTH, "cause"),
 )

@@ -138,6 +138,11 @@ class PrefillRooms:
         """It is complete, or its bytes may still land."""
         self._happen(room, lambda machine: machine.write_ended(done, time.monotonic()))
 
+    def write_late(self, room: PrefillRoom) -> None:
+        """It is complete, but a copy of some of its bytes may still land."""
+        with self._lock:
+            room.machine.doubt()
+
     def pushed(self, room: PrefillRoom, keep: bool, hand_over: Callable[[], None]) -> bool:
         """Every planned write is complete: let the room be served, then let D start.
 

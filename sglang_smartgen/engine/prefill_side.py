@@ -46,6 +46,8 @@ from sglang_smartgen.transfer.messages import (
 )
 from sglang_smartgen.transfer.push import GONE, PushWorker
 from sglang_smartgen.transfer.push_room import Peer, PushRoom
+from sglang_smartgen.transfer.rails.introduce import introduce
+from sglang_smartgen.transfer.rails.transport import RailsTransport
 from sglang_smartgen.transfer.serve_channel import TransportSpec
 from sglang_smartgen.transfer.serve_parent import ServeError
 from sglang_smartgen.transfer.store import PrefillStore
@@ -167,6 +169,7 @@ class PrefillSide:
 
     def add_peer(self, registration: Registration, keys: list[int], values: list[int]) -> bool:
         """A decode rank announced itself; False when its layout differs (stock transfer)."""
+        introduce(self._transport, registration)
         if not self._peers.add(registration, keys, values):
             return False
         self.server.add_peer(registration)
@@ -330,6 +333,7 @@ class PrefillSide:
     def snapshot(self) -> dict[str, Any]:
         """State for `/server_info`."""
         sessions = self._peers.sessions()
+        over = self._transport if isinstance(self._transport, RailsTransport) else None
         return {
             "role": "prefill",
             "config": msgspec.to_builtins(self.config),
@@ -338,6 +342,8 @@ class PrefillSide:
             **self.server.snapshot(),
             "layers_swept": self.layers_swept,
             "bandwidth": max(filter(None, map(self._transport.bandwidth, sessions)), default=None),
+            "rails": ([] if over is None else over.snapshot()) + self.server.rails(),
+            "rail_switches": 0 if over is None else over.switches,
             "fallbacks": dict(self.fallbacks),
             "finished": list(self.finished),
             "open_rooms": len(self._rooms.active),

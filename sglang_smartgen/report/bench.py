@@ -45,6 +45,10 @@ BENCHMARKS = {
         "sglang_smartgen.report.bench_orders",
         "bytes fetched on demand by order of blocks, and time of each step by credit",
     ),
+    "rails": Command(
+        "sglang_smartgen.report.bench_rails",
+        "two shaped rails that are equal, unequal, slowed and cut, and what a fetch waits",
+    ),
     "select": Command(
         "sglang_smartgen.report.bench_select",
         "attention mass each selector captures, next-token agreement and cost",

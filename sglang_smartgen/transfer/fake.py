@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from sglang_smartgen.transfer.transport import (
     Completion,
+    Priority,
     Region,
     Span,
     TransportError,
@@ -180,7 +181,13 @@ class FakeTransport:
             for start, size in self._regions.items()
         )
 
-    def write(self, peer: str, spans: Sequence[Span]) -> WriteHandle:
+    def write(
+        self,
+        peer: str,
+        spans: Sequence[Span],
+        priority: Priority = Priority.PROACTIVE,
+        deadline_s: float | None = None,
+    ) -> WriteHandle:
         """See Transport.write; what happens follows the script."""
         wanted = checked_spans(spans)
         with self.network.changed:

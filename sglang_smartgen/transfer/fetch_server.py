@@ -34,7 +34,7 @@ from sglang_smartgen.transfer.messages import (
 from sglang_smartgen.transfer.push_room import Peer
 from sglang_smartgen.transfer.region import HostRegion
 from sglang_smartgen.transfer.store import EntryTable, StoreEntry
-from sglang_smartgen.transfer.transport import Span, Transport, WriteState
+from sglang_smartgen.transfer.transport import Priority, Span, Transport, WriteState
 
 logger = logging.getLogger(__name__)
 
@@ -176,17 +176,21 @@ class FetchServer:
                     failures.append((item.room, "its prefill store entry is gone"))
                 else:
                     acquired.append((item, entry))
-            failures += self._write(fetch.layer, peer, acquired)
+            failed, late = self._write(fetch.layer, peer, acquired)
+            failures += failed
         finally:
             for _, entry in acquired:
                 self._store.release(entry)
         self.fetches += 1
-        return FetchDone(fetch.sequence, failures)
+        return FetchDone(fetch.sequence, failures, late)
 
     def _write(
         self, layer: int, peer: Peer, acquired: list[tuple[FetchItem, StoreEntry]]
-    ) -> list[tuple[int, str]]:
-        """Write every item to its arena range; the rooms that failed, with the cause."""
+    ) -> tuple[list[tuple[int, str]], bool]:
+        """Write every item to its arena range.
+
+        The rooms that failed, with the cause, and whether a copy of the others may land again.
+        """
         decode = peer.registration
         entry_bytes = self._store.geometry.entry_bytes
         failures: list[tuple[int, str]] = []
@@ -214,19 +218,24 @@ class FetchServer:
             spans.append(Span(source, decode.arena + item.arena_offset, size))
             served.append((item, entry))
             at += size
+        late = False
         if spans:
-            handle = self._transport.write(decode.session, spans)
+            urgent, limit_s = Priority.ON_DEMAND, self._timeout_s
+            handle = self._transport.write(decode.session, spans, urgent, limit_s)
             if handle.wait(self._timeout_s) is WriteState.DONE:
                 self.bytes_on_demand += sum(span.length for span in spans)
+                late = handle.late
                 for item, entry in served:
                     _mark(entry, layer, item)
+                    if late:
+                        self._doubt(item.room, item.generation)
             else:
                 cause = handle.error or f"not complete after {self._timeout_s} s"
                 failures += [(item.room, f"fetch write failed: {cause}") for item, _ in served]
                 for item, _ in served:
                     self._doubt(item.room, item.generation)
                 self._bounce.retire(decode.session)
-        return failures
+        return failures, late
 
     def _gather(self, entry: StoreEntry, layer: int, item: FetchItem, at: int) -> str | None:
         """Gather an item to byte `at` of the bounce buffer; a sentence when it is nonsense."""

@@ -70,6 +70,7 @@ class FillLane:
         self._ranges = RangeAllocator(capacity, alignment=1)
         # Ranges [offset, length] that P may write to or that wait to be placed, in P's order.
         self._granted: dict[Key, list[list[int]]] = {}
+        self._resting: dict[Key, list[tuple[int, int]]] = {}  # placed, but may be written again
         self._stopped: set[Key] = set()
         self._lock = threading.Lock()
         self._inbox: queue.SimpleQueue[Filled] = queue.SimpleQueue()
@@ -123,7 +124,7 @@ class FillLane:
         """No write for this generation can land any more: its ranges are free."""
         key = (room, generation)
         with self._lock:
-            for offset, length in self._granted.pop(key, []):
+            for offset, length in [*self._granted.pop(key, []), *self._resting.pop(key, [])]:
                 self._ranges.free(offset, length)
             self._stopped.discard(key)
 
@@ -156,7 +157,10 @@ class FillLane:
             portion = Portion(_codes(message.tokens), _codes(message.entries))
             piece = self.memory.bytes[message.arena_offset : message.arena_offset + message.length]
             self._place(*key, portion, piece, message.left)
-            if message.length:
+            if message.length and message.late:
+                rest = self._resting.setdefault(key, [])
+                rest.append((message.arena_offset, message.length))
+            elif message.length:
                 self._ranges.free(message.arena_offset, message.length)
             granted[0] += message.length
             granted[1] -= message.length

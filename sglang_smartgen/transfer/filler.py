@@ -21,7 +21,7 @@ from sglang_smartgen.transfer.pacer import Pacer
 from sglang_smartgen.transfer.push_room import Peer
 from sglang_smartgen.transfer.residual import Portion
 from sglang_smartgen.transfer.store import EntryTable
-from sglang_smartgen.transfer.transport import Span, Transport, TransportError, WriteState
+from sglang_smartgen.transfer.transport import Priority, Span, Transport, TransportError, WriteState
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ class _Chunk(msgspec.Struct):
     size: int
     left: int
     sent: int = 0
+    late: bool = False  # a copy of some of it may land again
 
 
 class Filler:
@@ -145,7 +146,12 @@ class Filler:
         target = peer.registration.fill + chunk.offset + chunk.sent
         began = time.monotonic()
         try:
-            handle = self._transport.write(chunk.room.session, [Span(source, target, length)])
+            handle = self._transport.write(
+                chunk.room.session,
+                [Span(source, target, length)],
+                Priority.SPECULATIVE,
+                self._timeout_s,
+            )
         except TransportError as error:
             self._fail(chunk, str(error))
             return
@@ -153,6 +159,9 @@ class Filler:
             self._fail(chunk, handle.error or f"not complete after {self._timeout_s} s")
             return
         self._learn(chunk.room.session, length, time.monotonic() - began)
+        if handle.late:
+            chunk.late = True
+            self._doubt(*chunk.key)
         chunk.sent += length
         self.bytes_speculative += length
         self.slices += 1
@@ -201,7 +210,15 @@ class Filler:
         entries = chunk.portion.entries.to(torch.int32).numpy().tobytes()
         self._reply(
             chunk.room.reply,
-            Filled(*chunk.key, chunk.offset, chunk.taken, tokens, entries, chunk.left),
+            Filled(
+                *chunk.key,
+                chunk.offset,
+                chunk.taken,
+                tokens,
+                entries,
+                chunk.left,
+                late=chunk.late,
+            ),
         )
 
     def _fail(self, chunk: _Chunk, cause: str) -> None:

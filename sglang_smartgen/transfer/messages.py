@@ -15,6 +15,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from sglang_smartgen.transfer.rails.reach import Card
 from sglang_smartgen.transfer.seal import Sealer, SealError, digest
 
 TAG = b"SMARTGEN"
@@ -57,7 +58,7 @@ class Registration(msgspec.Struct, frozen=True, tag="registration"):
     `mask` is int8 [layers, mask_rows, mask_width]; `metadata` holds one address per sparse layer of
     a pool [slots, kv_heads, metadata_width]; fetches land in `arena`, speculative bytes in `fill`;
     `scratch` are 64 bytes that anyone may overwrite; `epoch` differs from one process to the next,
-    even when session and addresses come back.
+    even when session and addresses come back. `rails`: D's other ways in; None: `session` alone.
     """
 
     version: Size
@@ -77,6 +78,7 @@ class Registration(msgspec.Struct, frozen=True, tag="registration"):
     fill_bytes: Size
     scratch: Address
     tp_size: Positive
+    rails: Card | None = None
 
 
 class OpenRoom(msgspec.Struct, frozen=True, tag="open"):
@@ -160,10 +162,14 @@ class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
 
 
 class FetchDone(msgspec.Struct, frozen=True, tag="fetched"):
-    """P to D: every item of `sequence` has landed, but for `failures` (room, cause)."""
+    """P to D: every item of `sequence` has landed, but for `failures` (room, cause).
+
+    `late`: a copy of those bytes may land again before the rooms are released.
+    """
 
     sequence: Number
     failures: Annotated[list[tuple[Number, Text]], Meta(max_length=MAX_ITEMS)]
+    late: bool = False
 
 
 class GrantItem(msgspec.Struct, frozen=True, array_like=True):
@@ -194,7 +200,7 @@ class Filled(msgspec.Struct, frozen=True, tag="filled"):
     rows, then their V rows. entries: int32 codes `(layer * prompt_len + token) * kv_heads + head`,
     layers ascending; their K and V follow side by side, `[n, 2, head_dim]`. `left`: entries that
     are still to come. `failure`: nothing more will come, and what was granted may still be written
-    to.
+    to. `late`: a copy of these bytes may land again before the room is released.
     """
 
     room: Number
@@ -205,6 +211,7 @@ class Filled(msgspec.Struct, frozen=True, tag="filled"):
     entries: bytes
     left: Size
     failure: Text | None = None
+    late: bool = False
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):

@@ -50,6 +50,7 @@ from typing import Any
 from sglang_smartgen.core.counts import counts
 from sglang_smartgen.transfer.transport import (
     Completion,
+    Priority,
     Region,
     Span,
     TransportError,
@@ -145,7 +146,13 @@ class MooncakeTransport:
         if code != 0:
             raise TransportError(f"cannot unregister {region}: {_meaning(code)}")
 
-    def write(self, peer: str, spans: Sequence[Span]) -> WriteHandle:
+    def write(
+        self,
+        peer: str,
+        spans: Sequence[Span],
+        priority: Priority = Priority.PROACTIVE,
+        deadline_s: float | None = None,
+    ) -> WriteHandle:
         """Queue the write for the peer's workers and return at once (see Transport.write)."""
         return self._submit(peer, spans, probe=False)
 
@@ -369,7 +376,7 @@ class _Lane:
             self._open.discard(job)
             if error is not None and not job.probe:
                 self.failed_at = time.monotonic()
-            job.handle.finish(error)
+        job.handle.finish(error)  # outside: who waits may write at once
 
 
 def chunks(spans: Sequence[Span]) -> Iterator[list[Span]]:

@@ -30,7 +30,7 @@ from sglang_smartgen.core.counts import counts
 from sglang_smartgen.select.base import Selector
 from sglang_smartgen.transfer.push_load import Load, Piece, kv_pieces, pieces_of
 from sglang_smartgen.transfer.push_room import PushRoom
-from sglang_smartgen.transfer.transport import Transport, WriteHandle, WriteState
+from sglang_smartgen.transfer.transport import Priority, Transport, WriteHandle, WriteState
 
 logger = logging.getLogger(__name__)
 
@@ -230,7 +230,8 @@ class PushWorker:
             return
         began = time.monotonic()
         try:
-            handle = self._transport.write(room.peer.registration.session, spans)
+            session = room.peer.registration.session
+            handle = self._transport.write(session, spans, Priority.PROACTIVE, self._timeout_s)
         except BaseException:
             room.gate.ended(False)
             raise
@@ -246,6 +247,9 @@ class PushWorker:
         try:
             left = write.began + self._timeout_s - time.monotonic()
             done = write.handle.wait(left) is WriteState.DONE
+            if done and write.handle.late:
+                room.late = True
+                room.gate.late()
             now = time.monotonic()
             room.writes.append((write.began, now, write.bytes, write.spans))
             if not done:

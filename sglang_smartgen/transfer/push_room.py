@@ -40,6 +40,9 @@ class Gate(Protocol):
     def began(self) -> bool:
         """Leave for one write; if given, `ended` must follow."""
 
+    def late(self) -> None:
+        """The write is complete, but a copy of its bytes may land again: fence before reuse."""
+
     def ended(self, done: bool) -> None:
         """The write is complete, or its bytes may still land."""
 
@@ -88,6 +91,7 @@ class PushRoom:
         self.metadata_bytes = 0
         self.writes: list[tuple[float, float, int, int]] = []
         self.masks: list[Span] = []
+        self.late = False  # bytes of a complete write may land again
         self.failure: str | None = None
         self.ended_early: str | None = None
 

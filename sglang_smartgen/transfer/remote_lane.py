@@ -41,6 +41,7 @@ class Ticket:
         self.pending: dict[int, list[int]] = {}
         self.number_of: dict[int, int] = {}  # room -> the sequence number it is in
         self.failures: dict[int, str] = {}
+        self.late: set[int] = set()  # rooms of which a copy may land again
         self.began = time.monotonic()
 
 
@@ -96,6 +97,8 @@ class RemoteLane:
             ticket = self._open.pop(done.sequence, None)
             if ticket is not None:
                 ticket.failures.update(done.failures)
+                if done.late:
+                    ticket.late.update(ticket.pending[done.sequence])
                 del ticket.pending[done.sequence]
                 if not ticket.pending:
                     counts.fetch_latency.add(time.monotonic() - ticket.began)

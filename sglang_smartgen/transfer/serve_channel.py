@@ -37,14 +37,15 @@ _LENGTH = struct.Struct("!I")
 class TransportSpec(msgspec.Struct, frozen=True):
     """The transport that the server process makes for itself.
 
-    protocol, devices: Mooncake's own; token: the socket transport's.
+    protocol, devices: Mooncake's own; token: the socket transport's; rails: as configured.
     """
 
-    name: Literal["mooncake", "socket"]
+    name: Literal["mooncake", "socket", "rails"]
     host: str
     protocol: str = "tcp"
     devices: str = ""
     token: bytes = b""
+    rails: list[str] = []
 
 
 class Setup(msgspec.Struct, frozen=True, tag="setup"):
@@ -127,7 +128,8 @@ class Settled(msgspec.Struct, frozen=True, tag="settled"):
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """A sign of life with the counters.
 
-    slices: writes of speculative fill; descriptors, post_s: as in core.counts.
+    slices: writes of speculative fill; descriptors, post_s: as in core.counts; rails: as in
+    `RailsTransport.snapshot`.
     """
 
     fetches: int
@@ -136,6 +138,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
     slices: int = 0
     descriptors: int = 0
     post_s: float = 0.0
+    rails: list[dict[str, int | float | str]] = []
 
 
 ToServer: TypeAlias = Setup | AddPeer | Take | Drop | Forward

@@ -49,6 +49,8 @@ from sglang_smartgen.transfer.messages import (
     to_frames,
 )
 from sglang_smartgen.transfer.push_room import Peer
+from sglang_smartgen.transfer.rails.introduce import introduce
+from sglang_smartgen.transfer.rails.transport import RailsTransport
 from sglang_smartgen.transfer.region import SharedRegion
 from sglang_smartgen.transfer.residual import Residual
 from sglang_smartgen.transfer.seal import Sealer, sealer_from_env
@@ -244,6 +246,7 @@ class ServeLoop:
             case Drop(room=room, generation=generation):
                 self._table.drop(room, generation)
             case AddPeer(registration=registration):
+                introduce(self._transport, registration)
                 self._peers[registration.session] = Peer(registration, [], [])
             case Forward(message=message):
                 self._server.submit(message)
@@ -263,6 +266,7 @@ class ServeLoop:
             s.slices,
             counts.descriptors,
             counts.post_s,
+            self._transport.snapshot() if isinstance(self._transport, RailsTransport) else [],
         )
 
     # Serve and fence threads ----------------------------------------------------------------
@@ -310,6 +314,10 @@ def make_transport(spec: TransportSpec) -> Transport:
         from sglang_smartgen.transfer.mooncake import MooncakeTransport
 
         return MooncakeTransport.create(spec.host, spec.protocol, spec.devices)
+    if spec.name == "rails":
+        from sglang_smartgen.transfer.rails.make import make_rails
+
+        return make_rails(spec.rails, spec.host, spec.protocol, spec.devices)
     from sglang_smartgen.transfer.socket import SocketTransport
 
     return SocketTransport(spec.host, spec.token)

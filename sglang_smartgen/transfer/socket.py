@@ -30,7 +30,6 @@ never held while bytes move.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import hmac
 import io
@@ -40,10 +39,12 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
+from sglang_smartgen.transfer.socket_bytes import CHUNK, exactly, memory, pieces, read_into
 from sglang_smartgen.transfer.transport import (
     Completion,
+    Priority,
     Region,
     Span,
     TransportError,
@@ -57,8 +58,6 @@ MAGIC = b"SMARTGN1"
 MAX_FRAME_SPANS = 1 << 20
 HANDSHAKE_TIMEOUT_S = 5.0
 LARGE_WRITE_BYTES = 64 << 10
-_CHUNK = 1 << 20
-_GATHER = 64 << 10  # spans below it are copied together, so that they share a system call
 _HELLO = struct.Struct("!16sQ16s32s")
 _FRAME = struct.Struct("!QIQ")
 _ROW = struct.Struct("!QQ")
@@ -112,7 +111,13 @@ class SocketTransport:
             if self._regions.pop(region.address, None) is None:
                 raise TransportError(f"cannot unregister {region}: it is not registered")
 
-    def write(self, peer: str, spans: Sequence[Span]) -> WriteHandle:
+    def write(
+        self,
+        peer: str,
+        spans: Sequence[Span],
+        priority: Priority = Priority.PROACTIVE,
+        deadline_s: float | None = None,
+    ) -> WriteHandle:
         """See Transport.write. ValueError when ``peer`` is not ``host:port/epoch``."""
         wanted = checked_spans(spans)
         if len(wanted) > MAX_FRAME_SPANS:
@@ -239,7 +244,7 @@ class _Inbound:
     def _greet(self) -> bytes | None:
         nonce = secrets.token_bytes(16)
         self._socket.sendall(MAGIC + nonce)
-        client_id, epoch, client_nonce, proof = _HELLO.unpack(_exactly(self._socket, _HELLO.size))
+        client_id, epoch, client_nonce, proof = _HELLO.unpack(exactly(self._socket, _HELLO.size))
         token = self._owner.token
         wanted = _proof(token, b"client", nonce, client_nonce, client_id, epoch)
         if not hmac.compare_digest(proof, wanted):
@@ -270,11 +275,11 @@ class _Inbound:
             return False
         if refusal is None:
             for address, length in rows:
-                _read_into(stream, _memory(address, length))
+                read_into(stream, memory(address, length))
         else:
-            waste = memoryview(bytearray(min(payload, _CHUNK)))
-            for offset in range(0, payload, _CHUNK):
-                _read_into(stream, waste[: min(_CHUNK, payload - offset)])
+            waste = memoryview(bytearray(min(payload, CHUNK)))
+            for offset in range(0, payload, CHUNK):
+                read_into(stream, waste[: min(CHUNK, payload - offset)])
         message = (refusal or "").encode()
         verdict = _OK if refusal is None else _REFUSED
         self._socket.sendall(_ANSWER.pack(sequence, verdict, len(message)) + message)
@@ -335,9 +340,9 @@ class _Link:
             jobs = [job for job in self._open if job.spans is not None]
             connection = self._socket if jobs else None
             self._doubts += len(jobs)
-            for job in jobs:
-                self._open.discard(job)
-                job.handle.finish(self._sentence(job, cause))
+            self._open.difference_update(jobs)
+        for job in jobs:
+            job.handle.finish(self._sentence(job, cause))
         if connection is not None:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -368,7 +373,7 @@ class _Link:
             with self._lock:
                 self._open.discard(job)
                 self._doubts += sending
-                job.handle.finish(None if cause is None else self._sentence(job, cause))
+            job.handle.finish(None if cause is None else self._sentence(job, cause))
         self._disconnect()
 
     def _sentence(self, job: _Job, cause: str) -> str:
@@ -400,14 +405,14 @@ class _Link:
             self._socket = connection
 
     def _greet(self, connection: socket.socket) -> int:
-        challenge = _exactly(connection, len(MAGIC) + 16)
+        challenge = exactly(connection, len(MAGIC) + 16)
         if not challenge.startswith(MAGIC):
             raise ConnectionError("the peer's port does not speak this protocol")
         token, client_id = self._owner.token, self._owner.client_id
         nonce, mine = challenge[len(MAGIC) :], secrets.token_bytes(16)
         proof = _proof(token, b"client", nonce, mine, client_id, self._epoch)
         connection.sendall(_HELLO.pack(client_id, self._epoch, mine, proof))
-        answer = _exactly(connection, 33)
+        answer = exactly(connection, 33)
         verdict = answer[0]
         if verdict == _BAD_TOKEN:
             raise ConnectionError("the peer refused our token")
@@ -430,10 +435,10 @@ class _Link:
         started = time.monotonic()
         table = b"".join(_ROW.pack(span.destination, span.length) for span in spans)
         connection.sendall(_FRAME.pack(self._sequence, len(spans), total) + table)
-        for piece in _pieces(spans):
+        for piece in pieces(spans):
             connection.sendall(piece)
-        sequence, verdict, length = _ANSWER.unpack(_exactly(connection, _ANSWER.size))
-        message = _exactly(connection, length).decode(errors="replace")
+        sequence, verdict, length = _ANSWER.unpack(exactly(connection, _ANSWER.size))
+        message = exactly(connection, length).decode(errors="replace")
         if sequence != self._sequence:
             raise ConnectionError(f"answer to frame {sequence}, but {self._sequence} was sent")
         if verdict != _OK:
@@ -457,41 +462,3 @@ def parse_session(peer: str) -> tuple[str, int, int]:
 def _proof(token: bytes, role: bytes, nonce: bytes, mine: bytes, who: bytes, epoch: int) -> bytes:
     text = b"|".join((role, nonce, mine, who, b"%d" % epoch))
     return hmac.new(token, text, hashlib.sha256).digest()
-
-
-def _memory(address: int, length: int) -> memoryview:
-    return memoryview((ctypes.c_ubyte * length).from_address(address)).cast("B")
-
-
-def _pieces(spans: Sequence[Span]) -> Iterator[memoryview | bytes]:
-    """Yield the payload in order: large spans by reference, neighbours that are small as a copy."""
-    small: list[memoryview] = []
-    size = 0
-    for span in spans:
-        view = _memory(span.source, span.length)
-        if span.length < _GATHER and size < _CHUNK:
-            small.append(view)
-            size += span.length
-            continue
-        if small:
-            yield b"".join(small)
-            small, size = [], 0
-        for offset in range(0, span.length, _CHUNK):
-            yield view[offset : offset + _CHUNK]
-    if small:
-        yield b"".join(small)
-
-
-def _exactly(connection: socket.socket, length: int) -> bytes:
-    data = bytearray()
-    while len(data) < length:
-        part = connection.recv(length - len(data))
-        if not part:
-            raise EOFError("the peer closed the connection")
-        data += part
-    return bytes(data)
-
-
-def _read_into(stream: io.BufferedReader, view: memoryview) -> None:
-    if stream.readinto(view) < len(view):
-        raise EOFError("the peer closed the connection inside a frame")

@@ -149,6 +149,14 @@ class StoreServer:
             where["store_server_pid"] = str(self._process.pid)
         return {**served, **where}
 
+    def rails(self) -> list[dict[str, Any]]:
+        """The rails of the server process, named as such; for `/server_info`."""
+        if self._process is None:
+            return []
+        return [
+            {**row, "rail": f"{row['rail']} of the server"} for row in self._process.served.rails
+        ]
+
     def close(self) -> None:
         """End the server; what is queued in the thread is served first."""
         if self._process is not None:

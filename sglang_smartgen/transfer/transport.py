@@ -12,7 +12,9 @@ What every implementation promises, and what it does not:
   peer has acknowledged that it is done with them or ``fence`` has returned True.
 * **PENDING after wait is not a failure.** The write goes on; the caller decides what its deadline
   means. The same rule as after FAILED holds for its memory.
-* **Nothing is retried.** A FAILED write says why, in one sentence that names the peer.
+* **Nothing is retried.** A FAILED write says why, in one sentence that names the peer. (A transport
+  over several rails retries on another rail; when it is DONE then, ``late`` says that a copy of the
+  same bytes may still land: its destination is not reused before a fence.)
 
 Threads: every method may be called from any thread. Handles are completed by a thread of the
 transport; waiting on one never holds a lock of the transport.
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 
@@ -45,6 +47,15 @@ class Span(NamedTuple):
     length: int
 
 
+class Priority(enum.IntEnum):
+    """What goes first where a transport can choose; the smaller number."""
+
+    ON_DEMAND = 0
+    METADATA = 1
+    PROACTIVE = 2
+    SPECULATIVE = 3
+
+
 class WriteState(enum.Enum):
     """State of one write; DONE and FAILED are final."""
 
@@ -54,9 +65,13 @@ class WriteState(enum.Enum):
 
 
 class WriteHandle(Protocol):
-    """One write under way. ``error`` is set exactly when the state is FAILED."""
+    """One write under way. ``error`` is set exactly when the state is FAILED.
+
+    ``late``: DONE, but a copy of some of its bytes may land again before the peer is fenced.
+    """
 
     error: str | None
+    late: bool
 
     def poll(self) -> WriteState:
         """Return the state now, without blocking."""
@@ -69,7 +84,10 @@ class Transport(Protocol):
     """One-sided writes to peers. ``session`` is what peers pass as ``peer`` to write to us."""
 
     name: str
-    session: str
+
+    @property
+    def session(self) -> str:
+        """What peers pass as ``peer``."""
 
     def register(self, region: Region) -> None:
         """Let peers write to ``region``. TransportError when it overlaps a registered one."""
@@ -80,11 +98,18 @@ class Transport(Protocol):
         Not a fence: a write that passed its address check before may still land.
         """
 
-    def write(self, peer: str, spans: Sequence[Span]) -> WriteHandle:
+    def write(
+        self,
+        peer: str,
+        spans: Sequence[Span],
+        priority: Priority = Priority.PROACTIVE,
+        deadline_s: float | None = None,
+    ) -> WriteHandle:
         """Start to write ``spans`` to ``peer`` and return at once; no order between two writes.
 
-        Problems of the peer or the address make the handle FAILED. ValueError for a malformed
-        span, TransportError after ``close``.
+        A transport that cannot choose ignores ``priority``, and ``deadline_s``, the seconds after
+        which a write that is not complete is FAILED. Problems of the peer or the address make the
+        handle FAILED. ValueError for a malformed span, TransportError after ``close``.
         """
 
     def fence(self, peer: str, scratch: int, timeout_s: float) -> bool:
@@ -107,15 +132,33 @@ class Completion:
 
     def __init__(self) -> None:
         self.error: str | None = None
+        self.late = False
         self._final = threading.Event()
+        self._then: Callable[[], None] | None = None
+        self._lock = threading.Lock()
 
     def finish(self, error: str | None = None) -> bool:
         """Make it DONE, or FAILED with ``error``. False when it was final already."""
-        if self._final.is_set():
-            return False
-        self.error = error
-        self._final.set()
+        with self._lock:
+            if self._final.is_set():
+                return False
+            self.error = error
+            self._final.set()
+            then = self._then
+        if then is not None:
+            then()
         return True
+
+    def then(self, action: Callable[[], None]) -> None:
+        """Call ``action`` once when the write is final, perhaps now, on the thread that ends it.
+
+        That thread may hold locks of the transport: ``action`` must not wait for another thread.
+        """
+        with self._lock:
+            if not self._final.is_set():
+                self._then = action
+                return
+        action()
 
     def poll(self) -> WriteState:
         """Return the state now, without blocking."""

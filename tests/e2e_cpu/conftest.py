@@ -3,6 +3,9 @@
 A test (or its module) names the pair it wants with `pytest.mark.pair(config=..., ...)`, keywords
 as of `Cluster`; the fixture `cluster` is that pair, running. A pair is kept for the next test that
 wants the same one and stopped before another starts; tests are ordered so that each starts once.
+
+SMARTGEN_E2E_CONFIG: JSON of configuration keys for every pair with SmartGen, such as
+`{"transport": "rails", "rails": ["mooncake", "mooncake@127.0.0.2"]}`.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from __future__ import annotations
 import argparse
 import heapq
 import inspect
+import json
+import os
 import textwrap
 from collections.abc import Iterator
 from importlib.metadata import distribution
@@ -46,9 +51,15 @@ class Pairs:
             except ClusterError:
                 pass  # a test killed it
         self.stop()
+        key = repr(named)
+        if named.get("config") is not None:
+            more = json.loads(os.environ.get("SMARTGEN_E2E_CONFIG", "{}"))
+            named = {**named, "config": {**more, **named["config"]}}
+            if named.get("decode_config") is not None:
+                named["decode_config"] = {**more, **named["decode_config"]}
         cluster = Cluster(self._model, log_dir=self._logs.mktemp("pair"), **named)
         cluster.start()
-        self._key, self.running = repr(named), cluster
+        self._key, self.running = key, cluster
         return cluster
 
     def stop(self) -> None:

@@ -33,7 +33,7 @@ from sglang_smartgen.transfer.push_room import Peer
 from sglang_smartgen.transfer.region import HostRegion
 from sglang_smartgen.transfer.remote_lane import Ask, RemoteLane, Ticket
 from sglang_smartgen.transfer.store import PrefillStore
-from sglang_smartgen.transfer.transport import Region
+from sglang_smartgen.transfer.transport import Priority, Region, Span, WriteHandle
 
 LAYERS, HEADS, DIM, TOKENS, ROOMS = 3, 2, 8, 30, (11, 12, 13)
 ROW = 2 * DIM * 4  # bytes of one entry
@@ -48,6 +48,18 @@ class CountingTransport(FakeTransport):
     def __init__(self, network: FakeNetwork, session: str) -> None:
         super().__init__(network, session)
         self.regions: list[Region] = []
+        self.late = False  # of every further write
+
+    def write(
+        self,
+        peer: str,
+        spans: Sequence[Span],
+        priority: Priority = Priority.PROACTIVE,
+        deadline_s: float | None = None,
+    ) -> WriteHandle:
+        handle = super().write(peer, spans, priority, deadline_s)
+        handle.late = self.late
+        return handle
 
     def register(self, region: Region) -> None:
         super().register(region)
@@ -342,6 +354,16 @@ def test_late_bytes_of_a_failed_write_are_still_its_own(bench: Bench) -> None:
     bench.p.network.advance(5.0)
     assert torch.equal(bench.arena.bytes, bench.wanted(first, second))
     assert bench.doubted == {(11, 1)}
+
+
+def test_what_may_land_again_is_said_and_doubted(bench: Bench) -> None:
+    bench.p.late = True
+    ticket = bench.lane.ask(1, [ask(11, [1, 2], [3])])
+    assert bench.lane.wait(ticket) == {} and ticket.late == {11}
+    assert bench.doubted == {(11, 1)}
+    bench.p.late = False
+    ticket = bench.lane.ask(1, [ask(12, [1, 2], [3])])
+    assert bench.lane.wait(ticket) == {} and not ticket.late
 
 
 def test_the_buffer_of_a_failed_write_is_kept_until_its_session_is_fenced(bench: Bench) -> None:

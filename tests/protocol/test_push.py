@@ -24,7 +24,7 @@ from sglang_smartgen.transfer.messages import VERSION, Endpoint, Registration
 from sglang_smartgen.transfer.push import PushWorker
 from sglang_smartgen.transfer.push_room import Peer, PushRoom
 from sglang_smartgen.transfer.store import PrefillStore
-from sglang_smartgen.transfer.transport import Region, Span, WriteHandle
+from sglang_smartgen.transfer.transport import Priority, Region, Span, WriteHandle
 
 LAYERS, HEADS, DIM, SLOTS, ROWS, WIDTH = 4, 2, 4, 64, 3, 48
 ROW, TOKENS = 1, 40  # the room's mask row and prompt length
@@ -40,15 +40,24 @@ class WatchedTransport(FakeTransport):
     def __init__(self, network: FakeNetwork, session: str) -> None:
         super().__init__(network, session)
         self.too_early: list[str] = []
+        self.late = False
         self.rate: float | None = None
 
     def bandwidth(self, peer: str) -> float | None:
         return self.rate
 
-    def write(self, peer: str, spans: Sequence[Span]) -> WriteHandle:
+    def write(
+        self,
+        peer: str,
+        spans: Sequence[Span],
+        priority: Priority = Priority.PROACTIVE,
+        deadline_s: float | None = None,
+    ) -> WriteHandle:
         if self.check is not None:
             self.too_early += self.check(spans)
-        return super().write(peer, spans)
+        handle = super().write(peer, spans, priority, deadline_s)
+        handle.late = self.late
+        return handle
 
 
 class OpenGate:
@@ -58,12 +67,16 @@ class OpenGate:
         self.live = live
         self.ends: list[bool] = []
         self.shut = False
+        self.lates = 0
 
     def began(self) -> bool:
         return self.live() and not self.shut
 
     def ended(self, done: bool) -> None:
         self.ends.append(done)
+
+    def late(self) -> None:
+        self.lates += 1
 
 
 class Bench:
@@ -312,6 +325,16 @@ def test_failed_data_leaves_the_mask_alone_and_is_reported(bench: Bench, fault: 
     bench.end(room)
     bench.p.network.advance(2.0)
     assert not masks_local(bench) and bench.p.writes["d"] == 1
+
+
+def test_a_write_of_which_a_copy_may_land_again_goes_on_and_its_gate_is_told(bench: Bench) -> None:
+    bench.p.late = True
+    gate = OpenGate()
+    room = bench.room(some(), gate=gate)
+    bench.prefill(room)
+    bench.end(room)
+    assert room.failure is None and room.late
+    assert masks_local(bench) and gate.lates == bench.p.writes["d"] == len(gate.ends)
 
 
 def test_data_that_is_not_complete_in_time_is_a_failure() -> None:

@@ -1,12 +1,15 @@
-"""The promises of transport.py, kept by every transport: fake, socket, and Mooncake over TCP.
+"""The promises of transport.py, kept by every transport: fake, socket, Mooncake over TCP, shm, and
+two sockets as rails.
 
-The peer of socket and Mooncake is a process of its own, so that it can be killed, stopped and
+The peer of all but the fake is a process of its own, so that it can be killed, stopped and
 restarted; its memory is a file that both processes map.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import importlib.util
 import json
 import os
 import random
@@ -19,6 +22,7 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -31,6 +35,10 @@ from sglang_smartgen.transfer import mooncake
 from sglang_smartgen.transfer import socket as socket_module
 from sglang_smartgen.transfer.fake import FakeNetwork, FakeTransport
 from sglang_smartgen.transfer.mooncake import MooncakeTransport, engine_progress_timeout_s
+from sglang_smartgen.transfer.rails import nixl as nixl_module
+from sglang_smartgen.transfer.rails.reach import Card, Rail
+from sglang_smartgen.transfer.rails.shm import ShmTransport
+from sglang_smartgen.transfer.rails.transport import RailsTransport
 from sglang_smartgen.transfer.socket import SocketTransport
 from sglang_smartgen.transfer.transport import Region, Span, TransportError, WriteState
 
@@ -38,9 +46,19 @@ TOKEN = b"a token of a test"
 SIZE = 8 << 20
 SCRATCH = SIZE - 4096  # offset of the bytes that fences may write
 CANARY = 0xC5
-KINDS = ["fake", "socket", "mooncake"]
+NIXL = [
+    pytest.param(
+        "nixl",
+        marks=pytest.mark.skipif(
+            not any(importlib.util.find_spec(name.split(".")[0]) for name in nixl_module.MODULES),
+            reason="NIXL is not installed",
+        ),
+    )
+]
+KINDS = ["fake", "socket", "mooncake", "shm", "rails", *NIXL]
 REAL = KINDS[1:]
 LONG = "mooncake, as it sends what takes long"
+STOPPABLE = ["socket", "mooncake", "rails", *NIXL]  # shm writes into a stopped process too
 
 PEER = """
 import json, sys
@@ -51,9 +69,21 @@ memory = np.memmap(path, np.uint8, "r+")
 if kind == "mooncake":
     from sglang_smartgen.transfer.mooncake import MooncakeTransport
     transport = MooncakeTransport.create("127.0.0.1")
+elif kind == "nixl":
+    from sglang_smartgen.transfer.rails.nixl import NixlTransport
+    transport = NixlTransport("127.0.0.1")
+elif kind == "shm":
+    from sglang_smartgen.transfer.rails.shm import ShmTransport
+    transport = ShmTransport()
 else:
     from sglang_smartgen.transfer.socket import SocketTransport
     transport = SocketTransport("127.0.0.1", token.encode(), port=int(port))
+    if kind == "rails":
+        from sglang_smartgen.transfer.rails.reach import Rail
+        from sglang_smartgen.transfer.rails.transport import RailsTransport
+        other = SocketTransport("127.0.0.2", token.encode())
+        rails = [Rail("socket", "127.0.0.1", transport), Rail("socket", "127.0.0.2", other)]
+        transport = RailsTransport(rails)
 transport.register(Region(memory.ctypes.data, memory.nbytes))
 print(json.dumps([transport.session, memory.ctypes.data]), flush=True)
 sys.stdin.read()
@@ -73,10 +103,15 @@ class World:
         self.base = self.source.ctypes.data
         sender.register(Region(self.base, SIZE))
 
-    def write(self, *pieces: tuple[int, int, int], peer: str | None = None):
+    def write(
+        self,
+        *pieces: tuple[int, int, int],
+        peer: str | None = None,
+        deadline_s: float | None = None,
+    ):
         """Start a write of (source offset, destination offset, length) pieces."""
         spans = [Span(self.base + s, self.at + d, n) for s, d, n in pieces]
-        return self.sender.write(peer or self.peer, spans)
+        return self.sender.write(peer or self.peer, spans, deadline_s=deadline_s)
 
     def fence(self, timeout_s: float) -> bool:
         return self.sender.fence(self.peer, self.at + SCRATCH, timeout_s)
@@ -111,12 +146,7 @@ class FakeWorld(World):
 
 class ProcessWorld(World):
     def __init__(self, kind: str, path: Path) -> None:
-        sender = (
-            MooncakeTransport.create("127.0.0.1")
-            if kind == "mooncake"
-            else SocketTransport("127.0.0.1", TOKEN, progress_timeout_s=2.0)
-        )
-        super().__init__(sender)
+        super().__init__(sender_of(kind))
         self._kind, self._path, self._port = kind, path, 0
         self.memory = np.memmap(path, np.uint8, "w+", shape=(SIZE,))
         self._start()
@@ -133,7 +163,12 @@ class ProcessWorld(World):
             stderr=subprocess.DEVNULL,
         )
         self.peer, self.at = json.loads(self.process.stdout.readline())
-        self._port = int(self.peer.split("/")[0].rsplit(":", 1)[1])
+        if self._kind == "rails":  # as P and D do it: a card for a name
+            card = self.peer.removeprefix("rails:")
+            self.peer = f"peer-{self.process.pid}"
+            self.sender.meet(self.peer, msgspec.msgpack.decode(base64.b64decode(card), type=Card))
+        elif self._kind not in ("shm", "nixl"):
+            self._port = int(self.peer.split("/")[0].rsplit(":", 1)[1])
 
     def kill(self) -> None:
         self.process.kill()
@@ -150,6 +185,24 @@ class ProcessWorld(World):
         if self.process.returncode is None:
             self.process.send_signal(signal.SIGCONT)
             self.kill()
+
+
+def sender_of(kind: str):
+    if kind == "mooncake":
+        return MooncakeTransport.create("127.0.0.1")
+    if kind == "shm":
+        return ShmTransport()
+    if kind == "nixl":
+        return nixl_module.NixlTransport("127.0.0.1")
+    if kind == "socket":
+        return SocketTransport("127.0.0.1", TOKEN, progress_timeout_s=2.0)
+    hosts = ("127.0.0.1", "127.0.0.2")
+    return RailsTransport(
+        [
+            Rail("socket", host, SocketTransport(host, TOKEN, progress_timeout_s=1.0))
+            for host in hosts
+        ]
+    )
 
 
 def make(kind: str, tmp_path: Path) -> World:
@@ -183,6 +236,13 @@ def own_world(request, tmp_path):
 
 @pytest.fixture(params=REAL)
 def real_world(request, tmp_path):
+    made = make(request.param, tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=STOPPABLE)
+def stoppable_world(request, tmp_path):
     made = make(request.param, tmp_path)
     yield made
     made.close()
@@ -244,7 +304,7 @@ def test_an_empty_write_is_done_and_a_negative_span_is_refused(world):
 @pytest.mark.parametrize("offset", [SIZE - 99, SIZE + (64 << 20)], ids=["over the end", "outside"])
 def test_a_bad_address_fails_and_the_sentence_names_the_peer(world, offset):
     error = failed(world.write((0, offset, 100)))
-    assert world.peer in error and "1 span, 100 bytes" in error
+    assert world.peer[:60] in error and "1 span, 100 bytes" in error
     assert (world.memory == CANARY).all()
     done(world.write((0, 0, 100)))  # and the next good one works
 
@@ -306,7 +366,7 @@ def test_writes_to_a_dead_peer_fail_in_time_and_no_fence_passes(own_world):
     done(world.write((0, 0, 100)))
     world.kill()
     for _ in range(2):
-        assert world.peer in failed(world.write((0, 0, 1 << 20)))
+        assert world.peer[:60] in failed(world.write((0, 0, 1 << 20)))
     start = time.monotonic()
     assert world.fence(0.5) is False
     assert time.monotonic() - start < 1.5
@@ -317,7 +377,7 @@ def test_a_restarted_peer_is_reached_again_and_the_old_one_is_not_mixed_up_with_
     done(world.write((0, 0, 100)))
     old_peer, old_address = world.peer, world.at
     world.restart()
-    if not isinstance(world.sender, MooncakeTransport):
+    if isinstance(world.sender, SocketTransport | FakeTransport):
         assert world.peer.split("/")[0] == old_peer.split("/")[0]
     failed(world.sender.write(old_peer, [Span(world.base, old_address, 100)]))
     done(world.write((0, 200, 100)))
@@ -325,13 +385,13 @@ def test_a_restarted_peer_is_reached_again_and_the_old_one_is_not_mixed_up_with_
     assert (world.memory[:200] == CANARY).all()
 
 
-def test_nothing_lands_after_the_fence_of_a_peer_that_hung(real_world):
-    world = real_world
+def test_nothing_lands_after_the_fence_of_a_peer_that_hung(stoppable_world):
+    world = stoppable_world
     done(world.write((0, 0, 100)))
     world.source[:] = 1
     world.process.send_signal(signal.SIGSTOP)
     start = time.monotonic()
-    handle = world.write((0, 0, SCRATCH))
+    handle = world.write((0, 0, SCRATCH), deadline_s=5.0)
     assert time.monotonic() - start < 0.5  # write() waits for no byte
     assert handle.wait(0.05) is WriteState.PENDING
     assert world.fence(0.2) is False
@@ -371,17 +431,17 @@ def test_bandwidth_is_measured_on_large_writes_only(real_world):
     assert 1e6 < real_world.sender.bandwidth(real_world.peer) < 1e12
 
 
-def test_close_fails_what_is_pending_and_refuses_more(real_world):
-    done(real_world.write((0, 0, 100)))
-    real_world.process.send_signal(signal.SIGSTOP)
-    handles = [real_world.write((0, 0, SCRATCH)) for _ in range(3)]
+def test_close_fails_what_is_pending_and_refuses_more(stoppable_world):
+    done(stoppable_world.write((0, 0, 100)))
+    stoppable_world.process.send_signal(signal.SIGSTOP)
+    handles = [stoppable_world.write((0, 0, SCRATCH)) for _ in range(3)]
     start = time.monotonic()
-    real_world.sender.close()
+    stoppable_world.sender.close()
     assert time.monotonic() - start < 2.0
     assert all("closed" in failed(handle, 0.0) for handle in handles)
     with pytest.raises(TransportError, match="closed"):
-        real_world.write((0, 0, 100))
-    real_world.sender.close()
+        stoppable_world.write((0, 0, 100))
+    stoppable_world.sender.close()
 
 
 def test_the_socket_ends_the_old_connection_of_a_client_before_it_greets_again():

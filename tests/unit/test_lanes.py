@@ -62,6 +62,17 @@ def test_a_room_that_fails_in_between_still_returns_its_slab() -> None:
     assert bench.lanes.prepare(3, bench.wanted()).asked is None  # nothing more is asked for it
 
 
+def test_a_fetch_of_which_a_copy_may_land_again_is_used_and_its_slab_rests() -> None:
+    bench = smartgen()
+    begun = bench.lanes.prepare(3, bench.wanted())
+    bench.answer(bench.asked[0], late=True)
+    ((_, keys, _),) = bench.lanes.finish(begun)
+    assert torch.equal(keys, bench.expected(3, 0))
+    assert bench.room.failure is None and bench.side.arena.quarantined == 1
+    bench.side.arena.settled(bench.room.room, bench.room.generation)
+    assert bench.side.arena.quarantined == 0
+
+
 @pytest.mark.parametrize("mode", ["smartgen", "proactive_only"])
 def test_a_short_row_ends_in_absent_entries(mode: str) -> None:
     """-1 is not asked for, not counted, not attended to, and its bytes are no NaN."""

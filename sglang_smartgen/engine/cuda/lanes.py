@@ -142,7 +142,7 @@ class DeviceLanes:
                     assert want.split is not None
                     self._host.keep(begun.layer, want)
                     most = max(most, int(want.split.remote.max()))
-            self._host.return_slab(slab, begun.remote, failures)
+            self._host.return_slab(slab, begun.remote, {*failures, *ticket.late})
         self._streams.join(begun.gathered)
         if most:
             self._gather_front(begun, most)
