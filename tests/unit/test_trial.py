@@ -41,13 +41,14 @@ class Pair:
     url = "http://nowhere"
 
     def __init__(self) -> None:
-        self.state: dict[str, dict[str, int]] = {
-            "decode": dict.fromkeys(idle.DECODE_OPEN, 0) | {"free_slots": 9, "free_rows": 8},
-            "prefill": dict.fromkeys(idle.PREFILL_OPEN, 0)
-            | {"store_used_bytes": 0, "free_rows": 8},
+        self.pids = {"prefill": 1, "decode": 2, "router": 3}
+        free = {"store_used_bytes": 0, "free_slots": 9, "free_rows": 8}
+        self.state: dict[str, dict[str, Any]] = {
+            role: {"role": role, **dict.fromkeys(keys, 0), **free}
+            for role, keys in idle.OPEN.items()
         }
 
-    def smartgen_state(self, role: str) -> dict[str, int]:
+    def smartgen_state(self, role: str) -> dict[str, Any]:
         return self.state[role]
 
 
