@@ -42,6 +42,7 @@ from sglang_smartgen.engine.frames import (
 )
 from sglang_smartgen.engine.model_facts import ModelFacts
 from sglang_smartgen.engine.prefill_side import PrefillSide
+from sglang_smartgen.engine.room_status import SerialStatus
 from sglang_smartgen.engine.selectors import load_selector
 from sglang_smartgen.transfer.messages import (
     TAG,
@@ -73,7 +74,7 @@ OPEN_GRACE_S = 60.0
 """What a room may wait longer than SGLang does, so that SGLang ends it with its own words."""
 
 
-class SmartGenKVManager(MooncakeKVManager):
+class SmartGenKVManager(SerialStatus, MooncakeKVManager):
     """MooncakeKVManager that also owns this rank's side of SmartGen."""
 
     def __init__(self, args: Any, disaggregation_mode: Any, *rest: Any, **named: Any) -> None:
