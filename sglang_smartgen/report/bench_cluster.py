@@ -24,7 +24,7 @@ from sglang_smartgen.config import ConfigError, load_config
 from sglang_smartgen.output import result_stream
 from sglang_smartgen.report import prompts
 from sglang_smartgen.report.cluster import Cluster
-from sglang_smartgen.report.idle import LeakError, wait_until_idle
+from sglang_smartgen.report.idle import LeakError, changes, wait_until_idle
 from sglang_smartgen.report.model_cache import ensure_model
 from sglang_smartgen.report.trial import (
     ARM,
@@ -152,12 +152,7 @@ def _problems(
         after = wait_until_idle(cluster)
     except LeakError as error:
         return [*problems, str(error)]
-    return problems + [
-        f"{name}'s {key} is {after[name][key]} and was {value}"
-        for name in after
-        for key, value in before[name].items()
-        if after[name][key] != value
-    ]
+    return problems + changes(before, after)
 
 
 def _show(out: Console, result: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ from sglang_smartgen.config import ConfigError, load_config
 from sglang_smartgen.output import result_stream
 from sglang_smartgen.report import prompts, shaped
 from sglang_smartgen.report.cluster import Cluster
-from sglang_smartgen.report.idle import LeakError, wait_until_idle
+from sglang_smartgen.report.idle import LeakError, changes, wait_until_idle
 from sglang_smartgen.report.model_cache import ensure_model
 from sglang_smartgen.report.trial import ARM, SLOW_FILL, Question, Trial, mixed_lengths, questions
 
@@ -104,12 +104,7 @@ def _try(
         after.wait(END_S)
         held = wait_until_idle(cluster)
         # A restarted P begins with an empty store; only what both have is compared.
-        problems += [
-            f"{role}'s {key} is {held[role][key]} and was {value}"
-            for role, things in before.items()
-            for key, value in things.items()
-            if held[role][key] != value
-        ]
+        problems += changes(before, held)
     except LeakError as error:
         problems.append(str(error))
     if wrong := _wrong_stretches(cluster) - wrong_before:

@@ -42,3 +42,14 @@ def wait_until_idle(cluster: Cluster, timeout_s: float = 90.0) -> dict[str, dict
             left = ", ".join(f"{key}: {value}" for key, value in held.items() if value)
             raise LeakError(f"still held {timeout_s:.0f} s after the last request: {left}")
         time.sleep(0.3)
+
+
+def changes(before: dict[str, dict[str, int]], after: dict[str, dict[str, int]]) -> list[str]:
+    """What a server that is in both holds now and did not before, a sentence each."""
+    return [
+        f"{name}'s {key} is {after[name][key]} and was {value}"
+        for name in before
+        if name in after
+        for key, value in before[name].items()
+        if after[name][key] != value
+    ]

@@ -233,6 +233,7 @@ class _Lane:
         self.failed_at: float | None = None  # monotonic seconds
         self.drained_at = 0.0
         self._request_s = 40e-6  # seconds a small request
+        self._timeout_s = _positive_env("MC_TRANSFER_TIMEOUT", DEFAULT_TRANSFER_TIMEOUT_S)
         self._engine = engine
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._open: set[_Job] = set()
@@ -341,9 +342,7 @@ class _Lane:
     def _watch(self, single: list[int], pause_s: float) -> int:
         """Ask about requests until all are final, at most the engine's own timeout; 0: all done."""
         open_ = [request for request in single if request not in _SUBMIT_FAILED]
-        deadline = time.monotonic() + _positive_env(
-            "MC_TRANSFER_TIMEOUT", DEFAULT_TRANSFER_TIMEOUT_S
-        )
+        deadline = time.monotonic() + self._timeout_s
         worst = 0
         while open_:
             states = {request: self._engine.transfer_check_status(request) for request in open_}
