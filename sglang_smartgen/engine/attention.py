@@ -26,6 +26,7 @@ from sglang_smartgen.engine.decode_room import DecodeRoom
 from sglang_smartgen.engine.decode_side import DecodeSide
 from sglang_smartgen.engine.lanes import Gathered, Lanes, Prepared, Wanted
 from sglang_smartgen.engine.lookahead import Lookahead
+from sglang_smartgen.triton_kernels import split_loop as split_loop  # compiled before a request
 
 
 class Begun(msgspec.Struct):

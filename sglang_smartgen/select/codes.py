@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sglang_smartgen.select import code_loops
+
 VECTOR_LEVELS = 255  # both fit the 8 significant bits of bfloat16
 MATRIX_LEVELS = 127
 MAX_HEAD_DIM = 512  # 512 * 255 * 127 < 2**24
@@ -69,11 +71,8 @@ def signed_sums(numbers: Tensor, code: Tensor) -> Tensor:
     if code.is_cuda:
         return device_sums(numbers, code)
     out = numbers.new_empty((*numbers.shape[:2], code.shape[0]))
-    for head in range(code.shape[1]):
-        octets = np.ascontiguousarray(code.numpy()[:, head]).view(np.uint8).reshape(-1)
-        bits = torch.from_numpy(np.unpackbits(octets, bitorder="little"))
-        torch.matmul(numbers[head], bits.view(-1, numbers.shape[2]).float().T, out=out[head])
-    return out.mul_(2).sub_(numbers.sum(-1, keepdim=True))
+    code_loops.signed_sums(numbers.contiguous().numpy(), code.numpy().view(np.uint8), out.numpy())
+    return out
 
 
 def device_sums(numbers: Tensor, code: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from sglang_smartgen.engine.cpu_host import (
     arguments,
     cpu_engine,
     host_register,
+    kept_memory,
     kernel_stand_in,
     sender_indices,
 )
@@ -27,6 +28,7 @@ NAMES = {
     "cpu engine",
     "sgl_kernel stand-in",
     "no FlashInfer",
+    "kept memory",
     "host memory registration",
     "sender indices",
     "retraction backup",
@@ -37,7 +39,7 @@ NAMES = {
 @pytest.fixture(autouse=True)
 def restored_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Undo what the launcher's preparation changes in this process."""
-    for key in (*cpu_engine.SETTINGS, "PYTHONPATH", cpu_host.STATUS_ENV):
+    for key in (*cpu_engine.SETTINGS, kept_memory.VARIABLE, "PYTHONPATH", cpu_host.STATUS_ENV):
         monkeypatch.setenv(key, "")  # so that the old state is restored, whichever it was
         monkeypatch.delenv(key)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -191,6 +193,42 @@ def test_every_stand_in_raises_when_called(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(sgl_kernel.KernelUnavailableError, match=f"{name} was called"):
             getattr(sgl_kernel, name)(1, other=2)
     assert not hasattr(sgl_kernel, "rmsnorm")
+
+
+def test_memory_settings_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    host(monkeypatch, cpu_only=True)
+    monkeypatch.setenv(kept_memory.VARIABLE, "glibc.malloc.check=1")
+    cpu_host.prepare_environment(SERVE)
+    assert os.environ[kept_memory.VARIABLE] == "glibc.malloc.check=1"
+    assert cpu_host.statuses()["kept memory"].startswith("skipped: GLIBC_TUNABLES=")
+
+
+def test_a_spawned_process_keeps_the_memory_of_large_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host(monkeypatch, cpu_only=True)
+    touch = (
+        "import ctypes, resource\n"
+        "libc = ctypes.CDLL(None)\n"
+        "libc.malloc.restype = ctypes.c_void_p\n"
+        "size = 32 << 20\n"
+        "for _ in range(8):\n"
+        "    block = ctypes.c_void_p(libc.malloc(size))\n"
+        "    ctypes.memset(block, 1, size)\n"
+        "    libc.free(block)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)"
+    )
+
+    def faults() -> int:
+        done = subprocess.run(
+            [sys.executable, "-c", touch], capture_output=True, text=True, check=True
+        )
+        return int(done.stdout)
+
+    before = faults()
+    cpu_host.prepare_environment(SERVE)
+    assert cpu_host.statuses()["kept memory"] == "applied"
+    assert faults() < before / 2
 
 
 def test_statuses_without_our_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

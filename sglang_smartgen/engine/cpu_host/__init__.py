@@ -1,10 +1,10 @@
-"""What SGLang 0.5.23 needs on a host without a GPU: six obstacles and a delay, a module each.
+"""What SGLang 0.5.23 needs on a host without a GPU: six obstacles and two delays.
 
-Nothing here imports SGLang before `install`. Obstacles 1, 2, 5 and 6 are met in the launcher, by
-`prepare_environment`, before SGLang is imported; spawned processes inherit the environment.
-Obstacles 3 and 4 are hooks in each scheduler process, registered by `install`. In an SGLang that
-`smartgen patch` has patched, obstacles 2 to 4 are met there. On a host with a GPU all of this does
-nothing.
+Each has a module. Nothing here imports SGLang before `install`. Obstacles 1, 2, 5 and 6 are met in
+the launcher, by `prepare_environment`, before SGLang is imported; spawned processes inherit the
+environment. Obstacles 3 and 4 are hooks in each scheduler process, registered by `install`. In an
+SGLang that `smartgen patch` has patched, obstacles 2 to 4 are met there. On a host with a GPU all
+of this does nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from . import (
     cpu_engine,
     device_flags,
     host_register,
+    kept_memory,
     kernel_stand_in,
     no_flashinfer,
     retraction_backup,
@@ -37,6 +38,7 @@ _OBSTACLES = (
     cpu_engine,
     kernel_stand_in,
     no_flashinfer,
+    kept_memory,
     host_register,
     sender_indices,
     retraction_backup,
@@ -67,6 +69,7 @@ def prepare_environment(argv: list[str]) -> list[str]:
         if state_here() == "patched"
         else kernel_stand_in.prepare(os.environ),
         no_flashinfer.NAME: no_flashinfer.prepare(os.environ),
+        kept_memory.NAME: kept_memory.prepare(os.environ),
     }
     for obstacle in (retraction_backup, device_flags):
         argv, launcher[obstacle.NAME] = obstacle.prepare(argv)
