@@ -7,10 +7,13 @@ it over the bus row by row, without a staging copy.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sglang_smartgen.triton_kernels import _dispatch
@@ -23,6 +26,10 @@ from sglang_smartgen.triton_kernels._dispatch import (
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _TILE = 4096  # words a program moves
+# Bytes of K from which a CPU gathers V at the same time: reading rows all over a pool waits for
+# memory rather than for bandwidth. Below, waking the second thread would take as long as the work.
+_TWO_THREADS = 1 << 20
+_second = ThreadPoolExecutor(1, thread_name_prefix="smartgen-gather")  # owned by nobody; idle
 
 
 def gather_rows(
@@ -102,15 +109,26 @@ def _cpu_path(pools: tuple[Tensor, Tensor], slots: Tensor, out: tuple[Tensor, Te
     flat = (given * heads + np.arange(heads)[:, None]).reshape(-1)
     # As unsigned numbers -1 is larger than any slot: one pass tells whether all are inside.
     outside = bool(given.view(np.uint64).max() >= size)
-    # As integers of the same size: numpy does not know bfloat16 or float8.
-    number = next(word for word in _WORDS if word.itemsize == pools[0].element_size())
-    for pool, rows in zip(pools, out, strict=True):
-        if size:
-            # numpy copies a row with one memmove, and does it faster than torch's index_select.
-            source = pool.view(number).numpy().reshape(size * heads, -1)
-            source.take(flat, 0, rows.view(number).numpy().reshape(len(flat), -1), "clip")
-        if outside:
-            rows[(slots < 0) | (slots >= size)] = 0
+    if size and out[0].nbytes < _TWO_THREADS:
+        _take(pools[0], flat, out[0])
+        _take(pools[1], flat, out[1])
+    elif size:
+        values = _second.submit(_take, pools[1], flat, out[1])
+        _take(pools[0], flat, out[0])
+        values.result()
+    if outside:
+        gone = (slots < 0) | (slots >= size)
+        for rows in out:
+            rows[gone] = 0
+
+
+def _take(pool: Tensor, flat: NDArray[np.int64], out: Tensor) -> None:
+    """Copy rows `flat` of a pool `[S, H, D]`, seen as `[S * H, D]`, to `out`, `[len(flat), D]`."""
+    # As integers of the same size: numpy does not know bfloat16 or float8. It copies a row with
+    # one memmove and without the interpreter's lock, faster than torch's index_select.
+    number = next(word for word in _WORDS if word.itemsize == pool.element_size())
+    source = pool.view(number).numpy().reshape(-1, pool.shape[2])
+    source.take(flat, 0, out.view(number).numpy().reshape(len(flat), -1), "clip")
 
 
 def _word(rows: Tensor) -> torch.dtype:

@@ -86,6 +86,20 @@ def test_gather_writes_to_given_buffers(leg: Leg, seed: str) -> None:
         assert found[0].data_ptr() == out[0].data_ptr()
 
 
+def test_many_rows_are_gathered_by_two_threads(leg: Leg, seed: str) -> None:
+    if leg.name != "cpu":
+        pytest.skip("the CPU path alone has a second thread")
+    print(f"SMARTGEN_KERNEL_SEED={seed}")
+    source = Source(seed)
+    keys, values = source.floats((2, 700, 2, 96))
+    slots = source.slots(700, (2, 2, 900))
+    slots[1, 1, 7], slots[0, 0, -1] = -1, 700
+    found = leg.run("gather_rows", keys, values, slots)
+    assert found[0].nbytes > operators.gather_rows.__globals__["_TWO_THREADS"]
+    for a, b in zip(found, reference.gather_rows(keys, values, slots), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_the_torch_version_equals_the_loops(seed: str) -> None:
     print(f"SMARTGEN_KERNEL_SEED={seed}")
     for number in range(100):
