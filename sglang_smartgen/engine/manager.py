@@ -44,6 +44,7 @@ from sglang_smartgen.engine.model_facts import ModelFacts
 from sglang_smartgen.engine.prefill_side import PrefillSide
 from sglang_smartgen.engine.room_status import SerialStatus
 from sglang_smartgen.engine.selectors import load_selector
+from sglang_smartgen.transfer.limited_log import LimitedLog
 from sglang_smartgen.transfer.messages import (
     TAG,
     Alive,
@@ -168,6 +169,7 @@ class SmartGenKVManager(SerialStatus, MooncakeKVManager):
 
     def _make_worker_recv(self, socket: Any, timeout_ms: int = 500) -> Callable[[], Any]:
         receive = super()._make_worker_recv(socket, timeout_ms)
+        refused = LimitedLog(logger)
         filter_ = self._filter_prefill if self.prefill is not None else self._filter_decode
 
         def receive_filtered() -> Any:
@@ -175,13 +177,13 @@ class SmartGenKVManager(SerialStatus, MooncakeKVManager):
             if frames is None:
                 return None
             if self.prefill is not None and not sglang_can_read(frames):
-                logger.warning("SmartGen: dropped a message of %d foreign frames", len(frames))
+                refused.warning("SmartGen: dropped a message of %d foreign frames", len(frames))
                 return None
             try:
                 return None if filter_(frames) else frames
             except Exception as error:
                 # An exception would end SGLang's thread, and with it every later handshake.
-                logger.warning("SmartGen: ignored (part of) a message: %s", error)
+                refused.warning("SmartGen: ignored (part of) a message: %s", error)
                 if self.sealer is not None and self.prefill is not None:
                     self._refuse(frames, str(error))
                     return None

@@ -26,7 +26,7 @@ from sglang_smartgen.core.prefill_room import (
 from sglang_smartgen.core.prefill_room import PrefillRoom as Machine
 from sglang_smartgen.engine.prefill_room import Outcome, PrefillRoom
 from sglang_smartgen.transfer.fences import Fencer, Key
-from sglang_smartgen.transfer.messages import Alive, Release
+from sglang_smartgen.transfer.messages import Alive, MessageError, Release
 from sglang_smartgen.transfer.push_room import PushRoom
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,9 @@ TICK_S = 0.25
 STALL_S = 2.0
 FORGET_S = 240.0
 """Longer than any message lives, and than D waits for an answer."""
+
+MAX_ANNOUNCED = 16384
+"""Rooms that wait for their request. Far more than any D has slots for; a bound on memory."""
 
 
 class PrefillRooms:
@@ -74,10 +77,18 @@ class PrefillRooms:
     # Coming ---------------------------------------------------------------------------------
 
     def announce(self, room: PrefillRoom) -> None:
-        """D opened a room; one whose Release came first never begins."""
+        """D opened a room; one whose Release came first never begins.
+
+        Raises MessageError when too many wait.
+        """
         now = time.monotonic()
         with self._lock:
             before = self._announced.get(room.message.room)
+            if before is None and len(self._announced) >= MAX_ANNOUNCED:
+                raise MessageError(
+                    f"{MAX_ANNOUNCED} rooms are announced and wait for their requests; "
+                    "no more are taken"
+                )
             if before is not None:  # D has given it up, or it would not use the number again
                 self._rooms.pop(before.key, None)
             self._announced[room.message.room] = room

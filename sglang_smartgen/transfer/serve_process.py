@@ -38,6 +38,7 @@ from sglang_smartgen.core.counts import counts
 from sglang_smartgen.core.geometry import KVGeometry
 from sglang_smartgen.transfer.fences import Fencer
 from sglang_smartgen.transfer.fetch_servers import FetchServers
+from sglang_smartgen.transfer.limited_log import LimitedLog
 from sglang_smartgen.transfer.messages import (
     Endpoint,
     Fetch,
@@ -173,6 +174,7 @@ class ServeLoop:
         """Raises TransportError or OSError with what is missing."""
         self._channel = channel
         self._sealer = sealer_from_env()
+        self._refused = LimitedLog(logger)
         geometry = KVGeometry(
             setup.layers,
             setup.kv_heads,
@@ -236,7 +238,7 @@ class ServeLoop:
                     raise MessageError(f"{type(message).__name__} is not for a store server")
                 messages.append(message)
             except MessageError as error:
-                logger.warning("ignored a message: %s", error)
+                self._refused.warning("ignored a message: %s", error)
         return messages
 
     def _obey(self, order: ToServer | ToScheduler) -> None:

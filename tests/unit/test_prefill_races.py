@@ -10,9 +10,10 @@ import pytest
 from msgspec.structs import replace
 from prefill_bench import D_END, PATIENCE_S, ROOM, SHORT_S, TOKENS, Bench
 
+from sglang_smartgen.engine import prefill_rooms
 from sglang_smartgen.engine import prefill_side as module
 from sglang_smartgen.transfer.fake import FakeTransport, Fault, FaultKind
-from sglang_smartgen.transfer.messages import Release, Released
+from sglang_smartgen.transfer.messages import MessageError, Release, Released
 from sglang_smartgen.transfer.push_room import PushRoom
 
 GIVEN_UP = "the decode node ended the request before it could start"
@@ -23,6 +24,16 @@ def bench() -> Iterator[Bench]:
     made = Bench()
     yield made
     made.p.release()
+
+
+def test_announced_rooms_have_a_bound(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_rooms, "MAX_ANNOUNCED", 1)
+    bench.announce()
+    with pytest.raises(MessageError, match=r"^1 rooms are announced and wait"):
+        bench.announce(ROOM + 1)
+    bench.announce(generation=2)  # the same number again takes no place
+    assert bench.side.begin(ROOM, TOKENS)
+    bench.announce(ROOM + 1)
 
 
 # Begin against Release.
