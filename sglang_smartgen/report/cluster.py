@@ -46,7 +46,8 @@ class Cluster:
     prefills, decodes: how many of each. decode_host: another address of this machine, for the
     decode servers alone. config: SmartGen's configuration of both sides, None = stock SGLang;
     `decode_config` replaces it on the decode side where it is given. prefill_args, decode_args:
-    flags for SGLang behind ours.
+    flags for SGLang behind ours. router_args: flags for its router, by default those of the mini
+    router, which goes on asking a server that has ended.
     Enter (or `start`) raises ClusterError when a process ends or `start_timeout_s` passes.
     """
 
@@ -66,6 +67,7 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         prefills: int = 1,
         decodes: int = 1,
+        router_args: Sequence[str] = ("--mini-lb",),
     ) -> None:
         self.model = str(model)
         self.host = host
@@ -82,6 +84,7 @@ class Cluster:
         self._extra_args = {"prefill": list(prefill_args), "decode": list(decode_args)}
         self._max_total_tokens = max_total_tokens
         self._start_timeout_s = start_timeout_s
+        self._router_args = list(router_args)
         self._env = dict(env or {})
         self._ports: dict[str, int] = {}
         self._processes: dict[str, ServerProcess] = {}
@@ -225,8 +228,8 @@ class Cluster:
         port = str(self._ports[name])
         python = [sys.executable, "-P", "-m"]
         if name == "router":
-            command = [*python, "sglang_router.launch_router", "--pd-disaggregation", "--mini-lb"]
-            command += ["--host", self.host, "--port", port]
+            command = [*python, "sglang_router.launch_router", "--pd-disaggregation"]
+            command += [*self._router_args, "--host", self.host, "--port", port]
             for prefill in self.prefills:
                 command += [
                     "--prefill",
