@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 
@@ -170,6 +171,13 @@ class Completion:
         """Block until the write is final, at most ``timeout_s``; PENDING on timeout."""
         self._final.wait(max(0.0, timeout_s))
         return self.poll()
+
+
+def all_final(handles: Iterable[WriteHandle], deadline: float) -> bool:
+    """Wait until all are final, at most until `deadline` (monotonic seconds); False then."""
+    return all(
+        handle.wait(deadline - time.monotonic()) is not WriteState.PENDING for handle in handles
+    )
 
 
 def checked_spans(spans: Sequence[Span]) -> list[Span]:

@@ -1,31 +1,29 @@
-"""Writes through NIXL's UCX backend, on a host without a GPU too (wheel `nixl-cu12`, optional).
+"""Writes through NIXL's UCX backend: TCP, shared memory of one host, or what else UCX finds.
 
-`session` is the agent's metadata (its name, address and registered memory), in base64: it changes
-with each registration, so a peer must be given it after the last one. Local memory must be
-registered too.
+`session` is `agent/metadata` (see nixl_agent.py). The metadata grows with each registration, so a
+peer must be given it after the last one that it shall write to; it may be given more later on.
 
-Threads: one `_Lane` thread a peer makes and polls the transfers to it; NIXL's own progress thread
-moves the bytes. Polling sleeps, because a spinning thread starves that one on few cores. The agent
-is not safe for threads by itself, so `_lock` guards every call.
+Threads: one `_Lane` thread a peer posts its transfers and asks how they are; NIXL's own progress
+thread moves the bytes. Asking sleeps in between, because a spinning thread starves that one on few
+cores.
 
-What `fence` can know: NIXL has no order and no cancel that a peer confirms. After a failed write it
-drops the connection to the peer, waits `QUIET_S` and completes a write on the new one.
+NIXL has no deadline and no cancel: a transfer to a peer that hangs goes on for ever. So a write
+that is not complete in time is FAILED, and its transfer is `late`: the lane asks on, posts nothing
+behind it, and knows when it is over. What `fence` can know: late transfers that NIXL completed have
+landed. After a lost connection nothing was said, so the fence waits `QUIET_S`, in which a peer that
+lives empties its end of the old connection, and completes a write on a new one.
 """
 
 from __future__ import annotations
 
-import base64
-import importlib
-import logging
-import os
-import queue
-import secrets
-import socket
+import ctypes
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from sglang_smartgen.transfer.peer_queue import Job, PeerQueue, Regions
+from sglang_smartgen.transfer.rails.nixl_agent import Lost, NixlAgent
 from sglang_smartgen.transfer.transport import (
     Completion,
     Priority,
@@ -33,15 +31,14 @@ from sglang_smartgen.transfer.transport import (
     Span,
     TransportError,
     WriteState,
+    all_final,
     checked_spans,
-    describe,
 )
 
-MODULES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
-WRITE_TIMEOUT_S = 10.0
+WRITE_TIMEOUT_S = 10.0  # in which some transfer to the peer must complete
 QUIET_S = 1.0
-LARGE_WRITE_BYTES = 64 << 10
-_SLEEP_S = (50e-6, 1e-3)
+_SLEEP_S = (50e-6, 1e-3)  # between two questions; the first, and what it grows to
+_LATE_SLEEP_S = 0.01  # where only late ones are left
 _AHEAD = 4  # transfers under way to a peer
 
 
@@ -54,47 +51,40 @@ class NixlTransport:
     name = "nixl"
 
     def __init__(self, host: str = "") -> None:
-        api = _api()
-        api.logger.setLevel(logging.WARNING)  # it writes to the standard output
-        self._name = f"smartgen-{os.getpid()}-{secrets.token_hex(4)}"
-        try:
-            with _devices(host):
-                self._agent: Any = api.nixl_agent(self._name, api.nixl_agent_config())
-        except Exception as error:
-            raise TransportError(f"NIXL does not start: {error}") from None
-        if "UCX" not in self._agent.backends:
-            raise TransportError("NIXL has no UCX backend here")
-        self._lock = threading.Lock()
-        self._regions: dict[int, tuple[int, Any]] = {}
+        self._agent = NixlAgent(host)
+        self._regions = Regions()
+        self._gone: list[Region] = []  # unregistered, but perhaps still read
         self._lanes: dict[str, _Lane] = {}
         self._closed = False
-        self._probe = bytearray(64)
+        self._lock = threading.Lock()
+        self._probe = ctypes.create_string_buffer(64)
+        self._agent.register(Region(ctypes.addressof(self._probe), 64))
 
     @property
     def session(self) -> str:
-        """The agent's metadata as it is now."""
-        with self._lock:
-            return base64.b64encode(self._agent.get_agent_metadata()).decode()
+        """The agent's name, and its metadata as it is now."""
+        return f"{self._agent.name}/{self._agent.metadata()}"
 
     def register(self, region: Region) -> None:
         """See Transport.register."""
         with self._lock:
-            for address, (length, _) in self._regions.items():
-                if region.address < address + length and address < region.address + region.length:
-                    raise TransportError(f"cannot register {region}: it overlaps a registered one")
+            self._regions.add(region)
+            if region in self._gone:
+                self._gone.remove(region)  # NIXL has it still
+                return
+            self._sweep()
             try:
-                made = self._agent.register_memory([(*region, 0, "")], "DRAM")
-            except Exception as error:
-                raise TransportError(f"cannot register {region}: {error}") from None
-            self._regions[region.address] = (region.length, made)
+                self._agent.register(region)
+            except TransportError:
+                self._regions.remove(region)
+                raise
 
     def unregister(self, region: Region) -> None:
-        """See Transport.unregister."""
+        """See Transport.unregister. What late transfers may read stays with NIXL until later."""
         with self._lock:
-            found = self._regions.pop(region.address, None)
-            if found is None:
-                raise TransportError(f"cannot unregister {region}: it is not registered")
-            self._agent.deregister_memory(found[1])
+            self._regions.remove(region)
+            self._gone.append(region)
+            self._sweep()
 
     def write(
         self,
@@ -103,46 +93,39 @@ class NixlTransport:
         priority: Priority = Priority.PROACTIVE,
         deadline_s: float | None = None,
     ) -> Completion:
-        """See Transport.write."""
+        """See Transport.write; ValueError when ``peer`` is no session of this transport."""
         wanted = checked_spans(spans)
-        with self._lock:
-            if self._closed:
-                raise TransportError("the NIXL transport is closed")
-            lane = self._lanes.get(peer)
-            if lane is None:
-                lane = self._lanes[peer] = _Lane(self, peer)
-        return lane.put(wanted)
+        return self._lane(peer).queue.put(wanted, deadline_s=deadline_s)
 
     def fence(self, peer: str, scratch: int, timeout_s: float) -> bool:
         """See Transport.fence; what it can know is in the text at the top of this module."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
-            lane = self._lanes.get(peer)
-            source = next(iter(self._regions), None)
+            lane = self._lanes.get(agent_of(peer))
         if lane is None:
             return True
-        for handle in lane.outstanding():
-            if handle.wait(deadline - time.monotonic()) is WriteState.PENDING:
-                return False
-        failed_at = lane.failed_at
+        if not all_final(lane.queue.outstanding(), deadline) or not lane.settled(deadline):
+            return False
+        failed_at = lane.queue.failed_at
         if failed_at is None:
             return True
-        lane.renew = True
         quiet_at = failed_at + QUIET_S
         time.sleep(max(0.0, min(quiet_at, deadline) - time.monotonic()))
-        if quiet_at >= deadline or source is None:
+        left = deadline - time.monotonic()
+        if left <= 0:
             return False
-        probe = lane.put([Span(source, scratch, 1)])
-        if probe.wait(deadline - time.monotonic()) is not WriteState.DONE:
+        probe = Span(ctypes.addressof(self._probe), scratch, 1)
+        handle = lane.queue.put([probe], aside=True, deadline_s=left)
+        if handle.wait(left) is not WriteState.DONE:
             return False
-        lane.forgive(failed_at)
+        lane.queue.forgive(failed_at)
         return True
 
     def bandwidth(self, peer: str) -> float | None:
         """See Transport.bandwidth: moving average over writes >= 64 KiB."""
         with self._lock:
-            lane = self._lanes.get(peer)
-        return None if lane is None else lane.bandwidth
+            lane = self._lanes.get(agent_of(peer))
+        return None if lane is None else lane.queue.rate.value
 
     def close(self) -> None:
         """See Transport.close."""
@@ -150,199 +133,150 @@ class NixlTransport:
             self._closed = True
             lanes = list(self._lanes.values())
         for lane in lanes:
-            lane.close()
+            lane.queue.close()
 
-    # What a lane does -----------------------------------------------------------------------
-
-    def connect(self, peer: str, before: str | None) -> str:
-        """The agent's name of a peer; `before`: an older connection, which is dropped."""
-        metadata = base64.b64decode(peer)
+    def _lane(self, peer: str) -> _Lane:
+        name, slash, metadata = peer.partition("/")
+        if not slash:
+            raise ValueError(f"peer must be 'agent/metadata', got {peer[:64]!r}")
         with self._lock:
-            if before is not None:
-                self._agent.remove_remote_agent(before)
-            name = self._agent.add_remote_agent(metadata)
-        return name.decode() if isinstance(name, bytes) else str(name)
+            if self._closed:
+                raise TransportError("the nixl transport is closed")
+            lane = self._lanes.get(name)
+            if lane is None:
+                lane = self._lanes[name] = _Lane(self._agent, name)
+            lane.metadata = metadata
+        return lane
 
-    def post(self, name: str, spans: Sequence[Span]) -> tuple[Any, str]:
-        """Start a transfer; its handle and its state."""
-        here = [(span.source, span.length, 0) for span in spans]
-        there = [(span.destination, span.length, 0) for span in spans]
-        with self._lock:
-            local = self._agent.get_xfer_descs(here, "DRAM")
-            remote = self._agent.get_xfer_descs(there, "DRAM")
-            handle = self._agent.initialize_xfer("WRITE", local, remote, name)
-            return handle, self._agent.transfer(handle)
-
-    def state(self, handle: Any) -> str:
-        """DONE, PROC or ERR."""
-        with self._lock:
-            return str(self._agent.check_xfer_state(handle))
-
-    def release(self, handle: Any) -> None:
-        """Give a transfer's handle back; one that goes on is aborted, as far as NIXL can."""
-        with self._lock:
-            self._agent.release_xfer_handle(handle)
+    def _sweep(self) -> None:
+        """Give memory back that nothing reads any more."""
+        if self._gone and not any(lane.busy for lane in self._lanes.values()):
+            for region in self._gone:
+                self._agent.unregister(region)
+            self._gone.clear()
 
 
-class _Job:
-    def __init__(self, spans: list[Span]) -> None:
-        self.spans = spans
-        self.handle = Completion()
-        self.transfer: Any = None
-        self.began = 0.0
+class _Running(NamedTuple):
+    job: Job
+    transfer: Any
+    began: float
 
 
 class _Lane:
-    """The transfers to one peer; the thread owns them."""
+    """The transfers to one peer; its thread owns `_running` and `_late`."""
 
-    def __init__(self, owner: NixlTransport, peer: str) -> None:
-        self.bandwidth: float | None = None
-        self.failed_at: float | None = None
-        self.renew = False
-        self._owner = owner
-        self._peer = peer
-        self._name: str | None = None
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._open: set[_Job] = set()
-        self._closed = False
-        self._lock = threading.Lock()
-        threading.Thread(target=self._work, name="smartgen-nixl", daemon=True).start()
+    def __init__(self, agent: NixlAgent, name: str) -> None:
+        self.queue = PeerQueue(name, "nixl")
+        self.metadata = ""
+        self._agent = agent
+        self._known: str | None = None  # the metadata that NIXL has; None: it is not connected
+        self._running: list[_Running] = []
+        self._late: list[Any] = []
+        self._moved = 0.0  # when a transfer was last complete
+        self.queue.start(self._work, "smartgen-nixl")
 
-    def put(self, spans: list[Span]) -> Completion:
-        job = _Job(spans)
-        if not spans:
-            job.handle.finish()
-            return job.handle
-        with self._lock:
-            if self._closed:
-                raise TransportError("the NIXL transport is closed")
-            self._open.add(job)
-        self._jobs.put(job)
-        return job.handle
+    @property
+    def busy(self) -> bool:
+        """Whether a transfer may be reading memory."""
+        return bool(self._running or self._late or self.queue.pending())
 
-    def outstanding(self) -> list[Completion]:
-        with self._lock:
-            return [job.handle for job in self._open]
-
-    def forgive(self, failed_at: float) -> None:
-        with self._lock:
-            if self.failed_at == failed_at:
-                self.failed_at = None
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            jobs = list(self._open)
-        for job in jobs:
-            self._end(job, "the transport was closed")
-        self._jobs.put(None)
-
-    def _work(self) -> None:
-        running: list[_Job] = []
-        nap = _SLEEP_S[0]
-        while True:
-            while len(running) < _AHEAD:
-                try:
-                    job = self._jobs.get(block=not running)
-                except queue.Empty:
-                    break
-                if job is None:
-                    return
-                if job.handle.poll() is WriteState.PENDING and self._start(job):
-                    running.append(job)
-                    nap = _SLEEP_S[0]
-            before = len(running)
-            running = [job for job in running if not self._over(job)]
-            if running and len(running) == before:
-                time.sleep(nap)
-                nap = min(2 * nap, _SLEEP_S[1])
-
-    def _start(self, job: _Job) -> bool:
-        """Post it; False when it is final at once."""
-        job.began = time.monotonic()
-        try:
-            if self._name is None or self.renew:
-                before, self._name = self._name, None
-                self._name = self._owner.connect(self._peer, before)
-                self.renew = False
-            job.transfer, state = self._owner.post(self._name, job.spans)
-        except Exception as error:
-            self._end(job, str(error) or type(error).__name__)
-            return False
-        if state == "PROC":
-            return True
-        self._finish(job, None if state == "DONE" else "NIXL returned an error")
-        return False
-
-    def _over(self, job: _Job) -> bool:
-        try:
-            state = self._owner.state(job.transfer)
-        except Exception as error:
-            self._finish(job, str(error) or type(error).__name__)
-            return True
-        if state == "PROC" and time.monotonic() - job.began < WRITE_TIMEOUT_S:
-            return job.handle.poll() is not WriteState.PENDING
-        late = f"nothing has come through for {WRITE_TIMEOUT_S:.0f} s"
-        cause = {"DONE": None, "PROC": late}.get(state, "NIXL returned an error")
-        self._finish(job, cause)
+    def settled(self, deadline: float) -> bool:
+        """Wait until no late transfer is left, at most until then."""
+        while self._late:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_SLEEP_S[1])
         return True
 
-    def _finish(self, job: _Job, cause: str | None) -> None:
-        total = sum(span.length for span in job.spans)
-        if cause is None and total >= LARGE_WRITE_BYTES:
-            rate = total / max(time.monotonic() - job.began, 1e-9)
-            self.bandwidth = 0.75 * (self.bandwidth or rate) + 0.25 * rate
-        try:
-            self._owner.release(job.transfer)
-        except Exception as error:
-            cause = cause or str(error)
-        self._end(job, cause)
+    def _work(self) -> None:
+        nap = _SLEEP_S[0]
+        while not self.queue.closed:
+            moved = self._begin()
+            moved |= self._ask()
+            self._time_out(time.monotonic())
+            if moved:
+                nap = _SLEEP_S[0]
+            elif self._running or self._late:
+                time.sleep(nap if self._running else _LATE_SLEEP_S)
+                nap = min(2 * nap, _SLEEP_S[1])
+        for running in self._running:
+            self._agent.leave(running.transfer)
+        for transfer in self._late:
+            self._agent.leave(transfer)
 
-    def _end(self, job: _Job, cause: str | None) -> None:
-        with self._lock:
-            self._open.discard(job)
-            if cause is not None:
-                self.failed_at = time.monotonic()
-        text = f"{describe(self._peer[:64], job.spans)} failed: {cause}"
-        job.handle.finish(None if cause is None else text)
+    def _begin(self) -> bool:
+        """Post what waits, unless the peer hangs; blocks while there is nothing to do at all."""
+        begun = False
+        while len(self._running) < _AHEAD and not self._late:
+            job = self.queue.take(block=not (self._running or begun))
+            if job is None:
+                break
+            begun = True
+            try:
+                if self._known != self.metadata:
+                    wanted = self.metadata
+                    self._agent.know(wanted)
+                    self._known = wanted
+                began = time.monotonic()
+                transfer, goes_on = self._agent.post(self.queue.peer, job.spans)
+            except Lost as error:
+                self._lost(job, error)
+                continue
+            running = _Running(job, transfer, began)
+            if goes_on:
+                self._running.append(running)
+            else:
+                self._done(running)
+        return begun
+
+    def _ask(self) -> bool:
+        """Look which transfers are over."""
+        ended = False
+        for running in list(self._running):
+            try:
+                if self._agent.goes_on(running.transfer):
+                    continue
+                self._running.remove(running)
+                self._done(running)
+            except Lost as error:
+                self._running.remove(running)
+                self._lost(running.job, error)
+            ended = True
+        for transfer in list(self._late):
+            try:
+                if self._agent.goes_on(transfer):
+                    continue
+            except Lost:
+                self._known = None
+                self.queue.failed_at = time.monotonic()
+            self._late.remove(transfer)
+            ended = True
+        return ended
+
+    def _done(self, running: _Running) -> None:
+        self._moved = time.monotonic()
+        self.queue.rate.add(running.job.total, self._moved - running.began)
+        self.queue.end(running.job)
+
+    def _lost(self, job: Job, error: Lost) -> None:
+        if error.sent:
+            self._known = None  # NIXL forgets a peer whose connection it has lost
+        self.queue.end(job, str(error), settled=not error.sent)
+
+    def _time_out(self, now: float) -> None:
+        """Fail what is not complete in time; what was posted goes on and is late."""
+        for job in self.queue.pending():
+            if job.deadline is not None and now >= job.deadline:
+                cause = f"not complete after {now - job.put_at:.1f} s, its deadline"
+            elif now - max(job.put_at, self._moved) > WRITE_TIMEOUT_S:
+                cause = f"nothing has come through for {WRITE_TIMEOUT_S:.0f} s"
+            else:
+                continue
+            self._late += [r.transfer for r in self._running if r.job is job]
+            self._running = [r for r in self._running if r.job is not job]
+            self.queue.end(job, cause, settled=True)
 
 
-class _devices:
-    """UCX uses the device of an address while this is entered: it reads its environment once."""
-
-    def __init__(self, host: str) -> None:
-        self._device = device_of(host) if host else None
-        self._before = os.environ.get("UCX_NET_DEVICES")
-
-    def __enter__(self) -> None:
-        if self._device is not None:
-            os.environ["UCX_NET_DEVICES"] = self._device
-
-    def __exit__(self, *rest: object) -> None:
-        if self._device is None:
-            return
-        if self._before is None:
-            os.environ.pop("UCX_NET_DEVICES", None)
-        else:
-            os.environ["UCX_NET_DEVICES"] = self._before
-
-
-def device_of(host: str) -> str | None:
-    """Name of the network device with this IPv4 address; None when there is none."""
-    from sglang_smartgen.transfer.rails.make import address_of
-
-    if host.startswith("127."):
-        return "lo"
-    for _, name in socket.if_nameindex():
-        if address_of(name) == host:
-            return name
-    return None
-
-
-def _api() -> Any:
-    for name in MODULES:
-        try:
-            return importlib.import_module(name)
-        except ImportError:
-            continue
-    raise TransportError("NIXL is not installed (the extra `nixl` of this package)")
+def agent_of(session: str) -> str:
+    """Name of the agent whose session this is; it stays when the metadata grow."""
+    return session.partition("/")[0]

@@ -145,6 +145,17 @@ def links_to(rails: Sequence[Rail], card: Card) -> tuple[list[Link], list[int]]:
     return links, [there for _, there in pairs]
 
 
+def same_process(one: Card, other: Card) -> bool:
+    """Whether both are of one process, which may have registered more in between."""
+    return [_address(rail) for rail in one.rails] == [_address(rail) for rail in other.rails]
+
+
+def _address(rail: RailAddress) -> tuple[str, str, str]:
+    # What follows an agent's name tells what it has registered.
+    session = rail.session.partition("/")[0] if rail.kind == "nixl" else rail.session
+    return rail.kind, rail.host, session
+
+
 def _alike(one: str, other: str) -> int:
     """Length of the common beginning of two addresses, in parts."""
     count = 0

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from sglang_smartgen.transfer.peer_queue import refuse_overlap
 from sglang_smartgen.transfer.rails import heal
 from sglang_smartgen.transfer.rails.decide import usable
 from sglang_smartgen.transfer.rails.intent import Intent
@@ -27,6 +28,7 @@ from sglang_smartgen.transfer.rails.reach import (
     Segment,
     Segments,
     links_to,
+    same_process,
 )
 from sglang_smartgen.transfer.rails.sight import Sight
 from sglang_smartgen.transfer.rails.spray import Sprayer
@@ -37,7 +39,7 @@ from sglang_smartgen.transfer.transport import (
     Span,
     Transport,
     TransportError,
-    WriteState,
+    all_final,
     checked_spans,
 )
 
@@ -103,12 +105,13 @@ class RailsTransport:
         with self._lock:
             known = self._cards.get(peer)
             self._cards[peer] = card
-            old = (
-                None if known is None or known.rails == card.rails else self._peers.pop(peer, None)
-            )
+            same = known is None or same_process(known, card)
+            old = None if same else self._peers.pop(peer, None)
             sprayer = self._peers.get(peer)
             if sprayer is not None:  # the same process with other memory
-                _, there = links_to(self.rails, card)
+                links, there = links_to(self.rails, card)
+                for link, now in zip(sprayer.links, links, strict=True):
+                    link.session = now.session
                 self._segments_of[peer] = Segments(card.segments, there, sprayer.links)
         if old is not None:
             old.close("the peer was started again")
@@ -128,11 +131,8 @@ class RailsTransport:
         """Register with all rails but the one that knows the region already."""
         if region.length <= 0:
             raise TransportError(f"cannot register {region}: its length must be positive")
-        end = region.address + region.length
         with self._lock:
-            for s in self._segments.values():
-                if region.address < s.address + s.length and s.address < end:
-                    raise TransportError(f"cannot register {region}: it overlaps a registered one")
+            refuse_overlap(region, ((s.address, s.length) for s in self._segments.values()))
             self._segments[region.address] = Segment(*region, 0, device)
         done: list[Rail] = []
         mask = 0
@@ -191,9 +191,8 @@ class RailsTransport:
             sprayer = self._peers.get(peer)
         if sprayer is None:
             return True
-        for intent in sprayer.pending():
-            if intent.wait(deadline - time.monotonic()) is WriteState.PENDING:
-                return False
+        if not all_final(sprayer.pending(), deadline):
+            return False
         starting = sprayer.starting()
         while starting & sprayer.starting():  # given to a rail in microseconds
             if time.monotonic() > deadline:
