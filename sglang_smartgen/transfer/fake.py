@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from sglang_smartgen.transfer.peer_queue import Regions
 from sglang_smartgen.transfer.transport import (
     Completion,
     Priority,
@@ -120,7 +121,7 @@ class FakeTransport:
         self.alive = True
         self.writes: dict[str, int] = {}
         self.log: list[tuple[str, list[Span]]] = []
-        self._regions: dict[int, int] = {}
+        self._regions = Regions()
         self._faults: dict[tuple[str, int], Fault] = {}
         self._always: dict[str, Fault] = {}
         self._held: list[Callable[[], None]] | None = None
@@ -163,16 +164,12 @@ class FakeTransport:
     def register(self, region: Region) -> None:
         """See Transport.register."""
         with self.network.changed:
-            for address, length in self._regions.items():
-                if region.address < address + length and address < region.address + region.length:
-                    raise TransportError(f"cannot register {region}: it overlaps a registered one")
-            self._regions[region.address] = region.length
+            self._regions.add(region)
 
     def unregister(self, region: Region) -> None:
         """See Transport.unregister."""
         with self.network.changed:
-            if self._regions.pop(region.address, None) is None:
-                raise TransportError(f"cannot unregister {region}: it is not registered")
+            self._regions.remove(region)
 
     def covers(self, address: int, length: int) -> bool:
         """Tell whether a peer may write these bytes."""

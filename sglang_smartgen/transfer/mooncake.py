@@ -1,9 +1,9 @@
 """Writes through Mooncake's classic TransferEngine (TCP here; RDMA keeps the same calls).
 
-Threads: each peer has one ``_Lane``: a queue of jobs and two daemon worker threads, started by the
-first write to that peer. ``write`` puts a job and wakes one of them; the worker submits the chunks
-of a job one after the other and completes its handle. A hung peer blocks its own two workers only.
-``_Lane.lock`` guards the lane's numbers; no thread holds it while it calls the engine.
+Threads: each peer has one ``_Lane``: a queue of writes and two daemon worker threads, started by
+the first write to that peer. ``write`` queues and wakes one of them; the worker submits the chunks
+of a write one after the other and completes its handle. A hung peer blocks its own two workers
+only. The queue's lock guards the lane's numbers; no thread holds it while it calls the engine.
 
 Why the limits:
 
@@ -41,13 +41,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sglang_smartgen.core.counts import counts
+from sglang_smartgen.transfer.peer_queue import LARGE_WRITE_BYTES, Job, PeerQueue
 from sglang_smartgen.transfer.transport import (
     Completion,
     Priority,
@@ -56,8 +56,8 @@ from sglang_smartgen.transfer.transport import (
     TransportError,
     WriteHandle,
     WriteState,
+    all_final,
     checked_spans,
-    describe,
 )
 
 MAX_CHUNK_SPANS = 480
@@ -67,7 +67,6 @@ WORKERS_PER_PEER = 2
 FLUSH_PROBES = 96  # Linux's largest receive buffer (6 MiB) / the engine's socket chunk (64 KiB)
 DEFAULT_PROGRESS_TIMEOUT_S = 30
 DEFAULT_TRANSFER_TIMEOUT_S = 30
-LARGE_WRITE_BYTES = 64 << 10
 _SMALL_SPAN_BYTES = 16 << 10  # below it a request's fixed cost, not its bytes, sets the time
 _SLEEP_SHARE = 0.7
 _MIN_SLEEP_S = 300e-6  # shorter sleeps cost more latency than they save CPU
@@ -154,7 +153,14 @@ class MooncakeTransport:
         deadline_s: float | None = None,
     ) -> WriteHandle:
         """Queue the write for the peer's workers and return at once (see Transport.write)."""
-        return self._submit(peer, spans, probe=False)
+        wanted = checked_spans(spans)
+        with self._lock:
+            if self._closed:
+                raise TransportError("the Mooncake transport is closed")
+            lane = self._lanes.get(peer)
+            if lane is None:
+                lane = self._lanes[peer] = _Lane(self._engine, peer)
+        return lane.queue.put(wanted)
 
     def fence(self, peer: str, scratch: int, timeout_s: float) -> bool:
         """See Transport.fence; what it can know is in the text at the top of this module."""
@@ -163,32 +169,31 @@ class MooncakeTransport:
             lane = self._lanes.get(peer)
         if lane is None:
             return True
-        for handle in lane.outstanding():
-            if handle.wait(deadline - time.monotonic()) is WriteState.PENDING:
-                return False
-        failed_at = lane.failed_at
+        if not all_final(lane.queue.outstanding(), deadline):
+            return False
+        failed_at = lane.queue.failed_at
         if failed_at is None:
             return True
         wide = 2 * _positive_env("MC_TCP_LANES_PER_PEER", 4)
         if lane.drained_at < failed_at:
-            if not self._probes(peer, scratch, wide, deadline):
+            if not self._probes(lane, scratch, wide, deadline):
                 return False
             lane.drained_at = time.monotonic()
         quiet_at = max(failed_at, lane.drained_at) + self._progress_timeout_s
         time.sleep(max(0.0, min(quiet_at, deadline) - time.monotonic()))
-        if quiet_at >= deadline or not self._probes(peer, scratch, wide, deadline):
+        if quiet_at >= deadline or not self._probes(lane, scratch, wide, deadline):
             return False
         for _ in range(FLUSH_PROBES):
-            if not self._probes(peer, scratch, 1, deadline):
+            if not self._probes(lane, scratch, 1, deadline):
                 return False
-        lane.forgive(failed_at)
+        lane.queue.forgive(failed_at)
         return True
 
     def bandwidth(self, peer: str) -> float | None:
         """Return bytes/s: moving average of writes >= 64 KiB whose spans average >= 16 KiB."""
         with self._lock:
             lane = self._lanes.get(peer)
-        return None if lane is None else lane.bandwidth
+        return None if lane is None else lane.queue.rate.value
 
     def close(self) -> None:
         """Fail what is queued and end the workers; a chunk inside the engine ends on its own."""
@@ -196,101 +201,28 @@ class MooncakeTransport:
             self._closed = True
             lanes = list(self._lanes.values())
         for lane in lanes:
-            lane.close()
+            lane.queue.close()
 
-    def _submit(self, peer: str, spans: Sequence[Span], probe: bool) -> Completion:
-        wanted = checked_spans(spans)
-        with self._lock:
-            if self._closed:
-                raise TransportError("the Mooncake transport is closed")
-            lane = self._lanes.get(peer)
-            if lane is None:
-                lane = self._lanes[peer] = _Lane(self._engine, peer)
-        return lane.put(wanted, probe)
-
-    def _probes(self, peer: str, scratch: int, count: int, deadline: float) -> bool:
+    def _probes(self, lane: _Lane, scratch: int, count: int, deadline: float) -> bool:
         source = ctypes.addressof(self._probe)
         spans = [Span(source, scratch + i % 64, 1) for i in range(count)]
-        handle = self._submit(peer, spans, probe=True)
+        handle = lane.queue.put(spans, aside=True)
         return handle.wait(deadline - time.monotonic()) is WriteState.DONE
 
 
-class _Job:
-    """One write: its spans, its handle, and whether it is a fence's probe."""
-
-    def __init__(self, spans: list[Span], probe: bool) -> None:
-        self.spans = spans
-        self.probe = probe
-        self.handle = Completion()
-
-
 class _Lane:
-    """The writes to one peer: queue, workers, measured speed and the time of the last failure."""
+    """The writes to one peer: queue, workers, and what a request costs."""
 
     def __init__(self, engine: Any, peer: str) -> None:
-        self.peer = peer
-        self.bandwidth: float | None = None  # bytes/s
-        self.failed_at: float | None = None  # monotonic seconds
-        self.drained_at = 0.0
+        self.queue = PeerQueue(peer, "Mooncake")
+        self.drained_at = 0.0  # monotonic seconds
         self._request_s = 40e-6  # seconds a small request
         self._timeout_s = _positive_env("MC_TRANSFER_TIMEOUT", DEFAULT_TRANSFER_TIMEOUT_S)
         self._engine = engine
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._open: set[_Job] = set()
-        self._closed = False
-        self.lock = threading.Lock()
-        for index in range(WORKERS_PER_PEER):
-            thread = threading.Thread(
-                target=self._work, name=f"smartgen-mooncake-{peer}-{index}", daemon=True
-            )
-            thread.start()
+        self._peer = peer
+        self.queue.serve(self._run, f"smartgen-mooncake-{peer}", WORKERS_PER_PEER)
 
-    def put(self, spans: list[Span], probe: bool) -> Completion:
-        """Queue a write; an empty one is DONE at once."""
-        job = _Job(spans, probe)
-        if not spans:
-            job.handle.finish()
-            return job.handle
-        with self.lock:
-            if self._closed:
-                raise TransportError("the Mooncake transport is closed")
-            self._open.add(job)
-            self._jobs.put(job)
-        return job.handle
-
-    def outstanding(self) -> list[Completion]:
-        """Return the handles of writes, probes aside, that are not final."""
-        with self.lock:
-            return [job.handle for job in self._open if not job.probe]
-
-    def forgive(self, failed_at: float) -> None:
-        """Forget the failure that a fence has covered, unless a later one has come."""
-        with self.lock:
-            if self.failed_at == failed_at:
-                self.failed_at = None
-
-    def close(self) -> None:
-        """Fail every write that is not final and let the workers end."""
-        with self.lock:
-            self._closed = True
-            jobs = list(self._open)
-        for job in jobs:
-            self._finish(job, f"{describe(self.peer, job.spans)} failed: the transport was closed")
-        for _ in range(WORKERS_PER_PEER):
-            self._jobs.put(None)
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            if job.handle.poll() is not WriteState.PENDING:
-                continue
-            try:
-                cause = self._run(job)
-            except Exception as error:  # the handle must become final whatever the engine does
-                cause = f"{type(error).__name__}: {error}"
-            failed = None if cause is None else f"{describe(self.peer, job.spans)} failed: {cause}"
-            self._finish(job, failed)
-
-    def _run(self, job: _Job) -> str | None:
+    def _run(self, job: Job) -> str | None:
         for chunk in chunks(job.spans):
             cause = self._run_chunk(chunk, job.handle)
             if cause is not None:
@@ -305,7 +237,9 @@ class _Lane:
         together = len(chunk) if expected < _WATCH_S else max(0, len(chunk) - _WATCHED)
         started = time.monotonic()
         batches = [self._submit(chunk[:together])] if together else []
-        single = [self._engine.transfer_submit_write(self.peer, *span) for span in chunk[together:]]
+        single = [
+            self._engine.transfer_submit_write(self._peer, *span) for span in chunk[together:]
+        ]
         refused = not _SUBMIT_FAILED.isdisjoint([*batches, *single])
         counts.posted(len(chunk), time.monotonic() - started)
         nap = _SLEEP_SHARE * expected
@@ -332,7 +266,7 @@ class _Lane:
 
     def _submit(self, spans: list[Span]) -> int:
         batch: int = self._engine.batch_transfer_async_write(
-            self.peer,
+            self._peer,
             [span.source for span in spans],
             [span.destination for span in spans],
             [span.length for span in spans],
@@ -355,27 +289,18 @@ class _Lane:
         return worst
 
     def _expected_s(self, total: int, count: int) -> float:
-        with self.lock:
-            by_bytes = 0.0 if self.bandwidth is None else total / self.bandwidth
-            return max(by_bytes, self._request_s * count)
+        with self.queue.lock:
+            rate = self.queue.rate.value
+            return max(0.0 if rate is None else total / rate, self._request_s * count)
 
     def _learn(self, total: int, count: int, elapsed: float, overslept: bool) -> None:
         # After an overslept nap `elapsed` is only an upper bound: try a tenth less next time.
-        with self.lock:
+        with self.queue.lock:
             if total >= count * _SMALL_SPAN_BYTES and total >= LARGE_WRITE_BYTES:
-                rate = total / max(elapsed, 1e-9)
-                old = rate if self.bandwidth is None else self.bandwidth
-                self.bandwidth = max(1.1 * old, rate) if overslept else 0.75 * old + 0.25 * rate
+                self.queue.rate.add(total, elapsed, at_most=overslept)
             elif count >= 16:
                 cost, old = elapsed / count, self._request_s
                 self._request_s = min(0.9 * old, cost) if overslept else 0.75 * old + 0.25 * cost
-
-    def _finish(self, job: _Job, error: str | None) -> None:
-        with self.lock:
-            self._open.discard(job)
-            if error is not None and not job.probe:
-                self.failed_at = time.monotonic()
-        job.handle.finish(error)  # outside: who waits may write at once
 
 
 def chunks(spans: Sequence[Span]) -> Iterator[list[Span]]:

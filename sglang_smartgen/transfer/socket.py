@@ -33,7 +33,6 @@ import contextlib
 import hashlib
 import hmac
 import io
-import queue
 import secrets
 import socket
 import struct
@@ -41,23 +40,22 @@ import threading
 import time
 from collections.abc import Sequence
 
+from sglang_smartgen.transfer.peer_queue import Job, PeerQueue, Regions
 from sglang_smartgen.transfer.socket_bytes import CHUNK, exactly, memory, pieces, read_into
 from sglang_smartgen.transfer.transport import (
-    Completion,
     Priority,
     Region,
     Span,
     TransportError,
     WriteHandle,
     WriteState,
+    all_final,
     checked_spans,
-    describe,
 )
 
 MAGIC = b"SMARTGN1"
 MAX_FRAME_SPANS = 1 << 20
 HANDSHAKE_TIMEOUT_S = 5.0
-LARGE_WRITE_BYTES = 64 << 10
 _HELLO = struct.Struct("!16sQ16s32s")
 _FRAME = struct.Struct("!QIQ")
 _ROW = struct.Struct("!QQ")
@@ -84,7 +82,7 @@ class SocketTransport:
         self.token = token
         self.progress_timeout_s = progress_timeout_s
         self._lock = threading.Lock()
-        self._regions: dict[int, int] = {}
+        self._regions = Regions()
         self._links: dict[str, _Link] = {}
         self._inbound: dict[bytes, _Inbound] = {}
         self._greeting: set[_Inbound] = set()
@@ -100,16 +98,12 @@ class SocketTransport:
     def register(self, region: Region) -> None:
         """See Transport.register."""
         with self._lock:
-            for address, length in self._regions.items():
-                if region.address < address + length and address < region.address + region.length:
-                    raise TransportError(f"cannot register {region}: it overlaps a registered one")
-            self._regions[region.address] = region.length
+            self._regions.add(region)
 
     def unregister(self, region: Region) -> None:
         """See Transport.unregister."""
         with self._lock:
-            if self._regions.pop(region.address, None) is None:
-                raise TransportError(f"cannot unregister {region}: it is not registered")
+            self._regions.remove(region)
 
     def write(
         self,
@@ -129,7 +123,7 @@ class SocketTransport:
             link = self._links.get(peer)
             if link is None:
                 link = self._links[peer] = _Link(self, peer, address)
-        return link.put(wanted)
+        return link.queue.put(wanted)
 
     def fence(self, peer: str, scratch: int, timeout_s: float) -> bool:
         """See Transport.fence. Pending writes get half of the time, then they are failed."""
@@ -138,15 +132,12 @@ class SocketTransport:
             link = self._links.get(peer)
         if link is None:
             return True
-        patience = time.monotonic() + timeout_s / 2
-        for handle in link.outstanding():
-            if handle.wait(patience - time.monotonic()) is WriteState.PENDING:
-                link.cut("it was cut by a fence")
-                break
+        if not all_final(link.queue.outstanding(), deadline - timeout_s / 2):
+            link.cut("it was cut by a fence")
         if not link.doubtful:
             return True
         # The link's thread greets only after it has left the write it may be in.
-        greeting = link.put(None)
+        greeting = link.queue.put([], aside=True)
         answered = greeting.wait(deadline - time.monotonic()) is not WriteState.PENDING
         return answered and not link.doubtful
 
@@ -154,7 +145,7 @@ class SocketTransport:
         """See Transport.bandwidth: moving average over writes >= 64 KiB."""
         with self._lock:
             link = self._links.get(peer)
-        return None if link is None else link.bandwidth
+        return None if link is None else link.queue.rate.value
 
     def close(self) -> None:
         """See Transport.close."""
@@ -173,7 +164,7 @@ class SocketTransport:
     def refusal(self, spans: Sequence[tuple[int, int]]) -> str | None:
         """Say which of the (address, length) pairs no region covers; None when all are covered."""
         with self._lock:
-            regions = list(self._regions.items())
+            regions = self._regions.items()
         for address, length in spans:
             if not any(r <= address and address + length <= r + size for r, size in regions):
                 return f"the peer has not registered {length} bytes at {address:#x}"
@@ -286,98 +277,63 @@ class _Inbound:
         return True
 
 
-class _Job:
-    """One write of a link; ``spans`` None is a fence's request for a new greeting."""
-
-    def __init__(self, spans: list[Span] | None) -> None:
-        self.spans = spans
-        self.handle = Completion()
-
-
 class _Link:
     """The sending end: one thread that owns the connection to one peer."""
 
     def __init__(self, owner: SocketTransport, peer: str, address: tuple[str, int, int]) -> None:
-        self.bandwidth: float | None = None
+        self.queue = PeerQueue(peer, "socket")
         self._doubts = 0  # writes that failed with bytes that may still be under way
         self._owner = owner
-        self._peer = peer
         self._host, self._port, self._epoch = address
         self._socket: socket.socket | None = None
         self._sequence = 0
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._open: set[_Job] = set()
-        self._closed = False
         self._lock = threading.Lock()
-        threading.Thread(target=self._work, name=f"smartgen-send-{peer}", daemon=True).start()
+        self.queue.start(self._work, f"smartgen-send-{peer}")
 
     @property
     def doubtful(self) -> bool:
         """Tell whether bytes of a failed write may still be under way."""
         return self._doubts > 0
 
-    def put(self, spans: list[Span] | None) -> Completion:
-        """Queue a write; an empty one is DONE at once. None asks for a new greeting."""
-        job = _Job(spans)
-        if spans is not None and not spans:
-            job.handle.finish()
-            return job.handle
-        with self._lock:
-            if self._closed:
-                raise TransportError("the socket transport is closed")
-            self._open.add(job)
-            self._jobs.put(job)
-        return job.handle
-
-    def outstanding(self) -> list[Completion]:
-        """Return the handles of the writes that are not final."""
-        with self._lock:
-            return [job.handle for job in self._open if job.spans is not None]
-
     def cut(self, cause: str) -> None:
         """Fail every write that is not final, with the connection that may carry one."""
+        jobs = [job for job in self.queue.pending() if not job.aside]
         with self._lock:
-            jobs = [job for job in self._open if job.spans is not None]
-            connection = self._socket if jobs else None
             self._doubts += len(jobs)
-            self._open.difference_update(jobs)
         for job in jobs:
-            job.handle.finish(self._sentence(job, cause))
-        if connection is not None:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+            self.queue.end(job, cause)
+        if jobs:
+            self._hang_up()
 
     def close(self) -> None:
         """Fail what is pending and end the thread."""
-        with self._lock:
-            self._closed = True
-        self.cut("the transport was closed")
-        self._jobs.put(None)
+        if self.queue.close():
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Wake the thread out of the write that it is in."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._socket is not None:
+                self._socket.shutdown(socket.SHUT_RDWR)
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            if job.handle.poll() is not WriteState.PENDING:
-                continue
+        while (job := self.queue.take()) is not None:
             cause: str | None = None
             sending = False
             try:
-                if job.spans is None or self._socket is None:
-                    self._connect(fresh=job.spans is None)
-                if job.spans is not None:
+                if job.aside or self._socket is None:
+                    self._connect(fresh=job.aside)
+                if not job.aside:
                     sending = True
-                    cause = self._send(job.spans)
+                    cause = self._send(job)
                     sending = False
             except Exception as error:  # the handle must become final
                 cause = str(error) or type(error).__name__
                 self._disconnect()
             with self._lock:
-                self._open.discard(job)
                 self._doubts += sending
-            job.handle.finish(None if cause is None else self._sentence(job, cause))
+            self.queue.end(job, cause)
         self._disconnect()
-
-    def _sentence(self, job: _Job, cause: str) -> str:
-        return f"{describe(self._peer, job.spans or [])} failed: {cause}"
 
     def _connect(self, fresh: bool) -> None:
         # Only a fence's greeting clears the doubts: a write that `cut` failed between our look at
@@ -427,11 +383,11 @@ class _Link:
         if connection is not None:
             connection.close()
 
-    def _send(self, spans: list[Span]) -> str | None:
+    def _send(self, job: Job) -> str | None:
         connection = self._socket
         assert connection is not None
         self._sequence += 1
-        total = sum(span.length for span in spans)
+        spans, total = job.spans, job.total
         started = time.monotonic()
         table = b"".join(_ROW.pack(span.destination, span.length) for span in spans)
         connection.sendall(_FRAME.pack(self._sequence, len(spans), total) + table)
@@ -443,9 +399,7 @@ class _Link:
             raise ConnectionError(f"answer to frame {sequence}, but {self._sequence} was sent")
         if verdict != _OK:
             return message
-        if total >= LARGE_WRITE_BYTES:
-            rate = total / max(time.monotonic() - started, 1e-9)
-            self.bandwidth = 0.75 * (self.bandwidth or rate) + 0.25 * rate
+        self.queue.rate.add(total, time.monotonic() - started)
         return None
 
 

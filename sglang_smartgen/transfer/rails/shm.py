@@ -11,7 +11,7 @@ It is read before each write, so a span outside of it is refused as a whole, and
 got the number of one that ended is not taken for it. A write that has returned can land no more:
 FAILED is a fence here, as long as the peer answers.
 
-Threads: one `_Lane` thread a peer, which copies; one more takes half of what is large.
+Threads: one a peer copies in order; one more takes half of what is large.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import queue
 import secrets
 import struct
 import threading
@@ -29,19 +28,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
+from sglang_smartgen.transfer.peer_queue import Job, PeerQueue, Regions
 from sglang_smartgen.transfer.transport import (
     Completion,
     Priority,
     Region,
     Span,
     TransportError,
-    WriteState,
+    all_final,
     checked_spans,
-    describe,
 )
 
 MAX_REGIONS = 8192
-LARGE_WRITE_BYTES = 64 << 10
 HALVED_BYTES = 512 << 10
 _MAGIC = b"SMARTGENSHM1"
 _HEAD = struct.Struct("=12s16sQ")
@@ -87,8 +85,8 @@ class ShmTransport:
         self._write_call, self._read_call = write, read
         self._nonce = secrets.token_bytes(16)
         self._table = ctypes.create_string_buffer(_TABLE_BYTES)
-        self._regions: dict[int, int] = {}
-        self._lanes: dict[str, _Lane] = {}
+        self._regions = Regions()
+        self._lanes: dict[str, PeerQueue] = {}
         self._lock = threading.Lock()
         self._closed = False
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="smartgen-shm-half")
@@ -99,20 +97,16 @@ class ShmTransport:
     def register(self, region: Region) -> None:
         """See Transport.register."""
         with self._lock:
-            for address, length in self._regions.items():
-                if region.address < address + length and address < region.address + region.length:
-                    raise TransportError(f"cannot register {region}: it overlaps a registered one")
-            if len(self._regions) == MAX_REGIONS:
+            if len(self._regions.items()) == MAX_REGIONS:
                 raise TransportError(f"cannot register {region}: there are {MAX_REGIONS} already")
-            self._regions[region.address] = region.length
+            self._regions.add(region)
             self._publish()
             ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANY, 0, 0, 0)  # without yama: no effect
 
     def unregister(self, region: Region) -> None:
         """See Transport.unregister."""
         with self._lock:
-            if self._regions.pop(region.address, None) is None:
-                raise TransportError(f"cannot unregister {region}: it is not registered")
+            self._regions.remove(region)
             self._publish()
 
     def reaches(self, session: str) -> bool:
@@ -137,7 +131,8 @@ class ShmTransport:
                 raise TransportError("the shm transport is closed")
             lane = self._lanes.get(peer)
             if lane is None:
-                lane = self._lanes[peer] = _Lane(self, peer)
+                lane = self._lanes[peer] = PeerQueue(peer, "shm")
+                lane.serve(functools.partial(self._run, lane), "smartgen-shm")
         return lane.put(wanted)
 
     def fence(self, peer: str, scratch: int, timeout_s: float) -> bool:
@@ -147,18 +142,18 @@ class ShmTransport:
             lane = self._lanes.get(peer)
         if lane is None:
             return True
-        for handle in lane.outstanding():
-            if handle.wait(deadline - time.monotonic()) is WriteState.PENDING:
-                return False
-        if lane.failed and self.reaches(peer):
-            lane.failed = False
-        return not lane.failed
+        if not all_final(lane.outstanding(), deadline):
+            return False
+        failed_at = lane.failed_at
+        if failed_at is not None and self.reaches(peer):
+            lane.forgive(failed_at)
+        return lane.failed_at is None
 
     def bandwidth(self, peer: str) -> float | None:
         """See Transport.bandwidth: moving average over writes >= 64 KiB."""
         with self._lock:
             lane = self._lanes.get(peer)
-        return None if lane is None else lane.bandwidth
+        return None if lane is None else lane.rate.value
 
     def close(self) -> None:
         """See Transport.close."""
@@ -170,6 +165,13 @@ class ShmTransport:
         for lane in lanes:
             lane.close()
         self._helper.shutdown(wait=False)
+
+    def _run(self, lane: PeerQueue, job: Job) -> str | None:
+        began = time.monotonic()
+        cause = self.copy(lane.peer, job.spans)
+        if cause is None:
+            lane.rate.add(job.total, time.monotonic() - began)
+        return cause
 
     def copy(self, peer: str, spans: Sequence[Span]) -> str | None:
         """Copy the spans now; None, or what is wrong."""
@@ -239,75 +241,10 @@ class ShmTransport:
         """Write the table; whoever reads it meanwhile sees too few regions, never a wrong one."""
         at = ctypes.addressof(self._table)
         _HEAD.pack_into(self._table, 0, _MAGIC, self._nonce, 0)
-        rows = b"".join(_ROW.pack(*row) for row in sorted(self._regions.items()))
+        regions = self._regions.items()
+        rows = b"".join(_ROW.pack(*row) for row in regions)
         ctypes.memmove(at + _HEAD.size, rows, len(rows))
-        _HEAD.pack_into(self._table, 0, _MAGIC, self._nonce, len(self._regions))
-
-
-class _Job:
-    def __init__(self, spans: list[Span]) -> None:
-        self.spans = spans
-        self.handle = Completion()
-
-
-class _Lane:
-    """The copies to one peer, by one thread, in order."""
-
-    def __init__(self, owner: ShmTransport, peer: str) -> None:
-        self.bandwidth: float | None = None
-        self.failed = False
-        self._owner = owner
-        self._peer = peer
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._open: set[_Job] = set()
-        self._closed = False
-        self._lock = threading.Lock()
-        threading.Thread(target=self._work, name="smartgen-shm", daemon=True).start()
-
-    def put(self, spans: list[Span]) -> Completion:
-        job = _Job(spans)
-        if not spans:
-            job.handle.finish()
-            return job.handle
-        with self._lock:
-            if self._closed:
-                raise TransportError("the shm transport is closed")
-            self._open.add(job)
-        self._jobs.put(job)
-        return job.handle
-
-    def outstanding(self) -> list[Completion]:
-        with self._lock:
-            return [job.handle for job in self._open]
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            jobs = list(self._open)
-        for job in jobs:
-            job.handle.finish(self._sentence(job, "the transport was closed"))
-        self._jobs.put(None)
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            if job.handle.poll() is not WriteState.PENDING:
-                continue
-            began = time.monotonic()
-            try:
-                cause = self._owner.copy(self._peer, job.spans)
-            except Exception as error:  # the handle must become final
-                cause = str(error) or type(error).__name__
-            with self._lock:
-                self._open.discard(job)
-                self.failed = self.failed or cause is not None
-            total = sum(span.length for span in job.spans)
-            if cause is None and total >= LARGE_WRITE_BYTES:
-                rate = total / max(time.monotonic() - began, 1e-9)
-                self.bandwidth = 0.75 * (self.bandwidth or rate) + 0.25 * rate
-            job.handle.finish(None if cause is None else self._sentence(job, cause))
-
-    def _sentence(self, job: _Job, cause: str) -> str:
-        return f"{describe(self._peer, job.spans)} failed: {cause}"
+        _HEAD.pack_into(self._table, 0, _MAGIC, self._nonce, len(regions))
 
 
 @functools.cache

@@ -21,10 +21,10 @@ from collections.abc import Callable, Sequence
 
 from sglang_smartgen.transfer.rails.decide import pick, usable
 from sglang_smartgen.transfer.rails.follow import follow
-from sglang_smartgen.transfer.rails.health import State
 from sglang_smartgen.transfer.rails.intent import Attempt, Intent, Slice
 from sglang_smartgen.transfer.rails.link import LARGEST_UNCOPIED, Link
 from sglang_smartgen.transfer.rails.staging import Staging
+from sglang_smartgen.transfer.rails.twice import BULK, silent_links, worth_twice
 from sglang_smartgen.transfer.transport import (
     Completion,
     Priority,
@@ -38,7 +38,6 @@ from sglang_smartgen.transfer.transport import (
 FAILURES = 3  # of one slice, on as many links as there are: then its intent fails
 BACK_OFF_S = 0.01  # before a slice is tried again where it has failed, doubled each time
 LINGER_S = 0.4  # what an urgent intent waits for a first attempt, rather than be `late`
-TWICE_RATIO, TWICE_S = 2.0, 0.01  # how much sooner a second attempt of a bulk slice must end
 
 Reach = Callable[[Sequence[Span]], list[bool] | None]
 """Which of the links can reach this memory; None: all."""
@@ -371,7 +370,7 @@ class Sprayer:
         """Urgent bytes go to memory that is soon used again: rather wait than be late."""
         pending = [slice_ for slice_ in intent.twice if slice_.attempts]
         sure = not any(slice_.doubt for slice_ in intent.twice)
-        if intent.priority in (Priority.METADATA, Priority.PROACTIVE) or not (pending and sure):
+        if intent.priority in BULK or not (pending and sure):
             return False
         if intent.linger_until is None:
             intent.linger_until = self._clock() + LINGER_S
@@ -411,7 +410,7 @@ class Sprayer:
                 self._open.pop(intent, None)
             batch = [] if stalled else self._second_attempts(now)
             self._starting.update(batch)
-            silent = [] if stalled else self._silent(now)
+            silent = [] if stalled else silent_links(self.links, now)
             for link in silent:
                 self._pause(link, now)
             heal = [link for link in self.links if self._needs_healing(link)]
@@ -422,12 +421,6 @@ class Sprayer:
         for link in heal:
             self._heal(self, link)
         self.pump()
-
-    def _silent(self, now: float) -> list[Link]:
-        """Links to give up, as long as another one is there to take over."""
-        silent = [link for link in self.links if link.is_silent(now)]
-        others = [link for link in self.links if not link.paused and link not in silent]
-        return silent if others else []
 
     def _pause(self, link: Link, now: float) -> None:
         link.health.pause(f"nothing has completed for {link.silent_s(now):.2f} s")
@@ -440,34 +433,10 @@ class Sprayer:
             self._requeue(attempt.slice)
 
     def _second_attempts(self, now: float) -> list[Attempt]:
-        """Bulk slices that hold up the end of their intent on a link that got slow."""
         batch: list[Attempt] = []
-        for link in self.links:
-            if link.paused or link.state(now) is not State.DEGRADED:
-                continue
-            for attempt in list(link.attempts):
-                slice_ = attempt.slice
-                intent = slice_.intent
-                if (
-                    attempt in self._starting
-                    or slice_.done
-                    or slice_.attempts > 1
-                    or attempt.buffer is None
-                    or intent.uncut
-                    or intent.again
-                    or intent.cause is not None
-                    or intent.priority not in (Priority.METADATA, Priority.PROACTIVE)
-                ):
-                    continue
-                every = usable(self.links, intent.may)
-                ways = [way for way in every if way is not link and not way.attempts]
-                left = link.speed.finish_s(attempt.ahead, slice_.length) - (now - attempt.began)
-                for other in ways:
-                    finish = other.finish_s(slice_.length, now)
-                    if max(left, link.silent_s(now)) > TWICE_RATIO * finish + TWICE_S:
-                        if self._assign(slice_, other, now, batch):
-                            other.retries += 1
-                        break
+        for slice_, other in worth_twice(self.links, self._starting, now):
+            if self._assign(slice_, other, now, batch):
+                other.retries += 1
         return batch
 
     # Healing --------------------------------------------------------------------------------
