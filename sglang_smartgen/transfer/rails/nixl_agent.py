@@ -1,5 +1,7 @@
 """One NIXL agent with its UCX backend, on a host without a GPU too (wheel `nixl-cu12`, optional).
 
+Threads: NIXL's progress thread, which moves the bytes of both ends.
+
 The agent is not safe for threads by itself, so `_lock` guards every call; none of them waits for a
 peer. A transfer that NIXL has not ended is never released: UCX cannot cancel it, would go on
 reading its memory, and would no longer say when it is over.
@@ -8,19 +10,21 @@ reading its memory, and would no longer say when it is over.
 from __future__ import annotations
 
 import base64
+import contextlib
 import importlib
 import logging
 import os
 import secrets
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from sglang_smartgen.transfer.transport import Region, Span, TransportError
 
 MODULES = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
+PROGRESS_US = 1000  # of NIXL's progress thread, where no event has woken it before
 MISSING = "NIXL is not installed (pip install --no-deps nixl-cu12==1.5.1)"
 _MEANINGS = {
     "nixlRemoteDisconnectError": "the peer is dead, or the connection to it was lost",
@@ -54,7 +58,8 @@ class NixlAgent:
         device = device_of(host) if host else None
         options = {} if device is None else {"engine_config": f"NET_DEVICES={device}"}
         try:
-            self._agent: Any = api.nixl_agent(self.name, api.nixl_agent_config(backends=[]))
+            with _calm(api.nixlBind):
+                self._agent: Any = api.nixl_agent(self.name, api.nixl_agent_config(backends=[]))
             self._agent.create_backend("UCX", options)
         except Exception as error:
             raise TransportError(f"NIXL does not start: {error}") from None
@@ -138,6 +143,26 @@ class NixlAgent:
 
 _LEFT: list[NixlAgent] = []
 """Agents with a transfer that was left: they stay, because UCX reads their memory."""
+
+
+@contextlib.contextmanager
+def _calm(bindings: Any) -> Iterator[None]:
+    """Agents that are made in here have a progress thread that sleeps until something comes.
+
+    NIXL's Python API sets its delay to 0, with which it polls without a pause: a core of each
+    process that has an agent, also while nothing moves.
+    """
+    config = bindings.nixlAgentConfig
+
+    class Calm(config):  # type: ignore[misc]
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, PROGRESS_US if name == "pthrDelay" else value)
+
+    bindings.nixlAgentConfig = Calm
+    try:
+        yield
+    finally:
+        bindings.nixlAgentConfig = config
 
 
 def device_of(host: str) -> str | None:
