@@ -299,22 +299,18 @@ class _Link:
         """Fail every write that is not final, with the connection that may carry one."""
         jobs = [job for job in self.queue.pending() if not job.aside]
         with self._lock:
+            connection = self._socket if jobs else None
             self._doubts += len(jobs)
         for job in jobs:
             self.queue.end(job, cause)
-        if jobs:
-            self._hang_up()
+        _hang_up(connection)
 
     def close(self) -> None:
         """Fail what is pending and end the thread."""
+        with self._lock:
+            connection = self._socket
         if self.queue.close():
-            self._hang_up()
-
-    def _hang_up(self) -> None:
-        """Wake the thread out of the write that it is in."""
-        with self._lock, contextlib.suppress(OSError):
-            if self._socket is not None:
-                self._socket.shutdown(socket.SHUT_RDWR)
+            _hang_up(connection)
 
     def _work(self) -> None:
         while (job := self.queue.take()) is not None:
@@ -401,6 +397,13 @@ class _Link:
             return message
         self.queue.rate.add(total, time.monotonic() - started)
         return None
+
+
+def _hang_up(connection: socket.socket | None) -> None:
+    """Wake the thread that is in a write on this connection."""
+    if connection is not None:
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def parse_session(peer: str) -> tuple[str, int, int]:
