@@ -19,7 +19,7 @@ from sglang_smartgen.transfer.messages import Endpoint, Filled
 from sglang_smartgen.transfer.rails.decide import pick, usable
 from sglang_smartgen.transfer.rails.health import Health, State
 from sglang_smartgen.transfer.rails.intent import SLICE_BYTES, Intent
-from sglang_smartgen.transfer.rails.link import LARGEST_SLICE, Link
+from sglang_smartgen.transfer.rails.link import LARGEST_SLICE, MOST_WINDOW_S, WINDOW_S, Link
 from sglang_smartgen.transfer.rails.reach import (
     Card,
     Rail,
@@ -194,6 +194,30 @@ def test_slices_cover_every_byte_once_and_none_but_a_small_request_is_small(
     for piece in pieces:
         home = max(span for span in spans if span.source <= piece.source)
         assert piece.destination == home.destination + piece.source - home.source
+
+
+def test_a_link_that_ran_dry_has_more_under_way_for_a_while() -> None:
+    way = link("dry")
+    load(way, int(way.speed.bandwidth * 0.03))
+    assert not way.is_open(Priority.PROACTIVE)
+    for _ in range(20):
+        way.ran_dry()
+    assert way.is_open(Priority.PROACTIVE) and way.window_s == MOST_WINDOW_S
+    for turn in range(200):
+        load(way, SLICE_BYTES, turn * 0.005)
+        way.end(next(iter(way.attempts)), None, turn * 0.005)
+    assert way.window_s == WINDOW_S
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 5 << 20), st.integers(SLICE_BYTES, LARGEST_SLICE))
+def test_slices_are_even_so_none_takes_what_remains_of_another(total: int, length: int) -> None:
+    intent = Intent([Span(0, 0, total)])
+    sizes = []
+    while intent.uncut:
+        sizes.append(intent.cut(length).length)
+    assert sum(sizes) == total and max(sizes) - min(sizes) <= 1
+    assert max(sizes) <= length or max(sizes) < 2 * SLICE_BYTES
 
 
 def test_contiguous_spans_are_merged_before_they_are_cut() -> None:

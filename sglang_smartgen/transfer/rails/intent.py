@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sglang_smartgen.transfer.rails.link import Link
 
 SLICE_BYTES = 64 << 10
-"""No slice is smaller, but for requests that are; what remains of one joins the slice before it."""
+"""No slice is smaller, but for requests that are."""
 SLICE_SPANS = 480
 
 
@@ -60,9 +60,13 @@ class Intent(Completion):
             self.canceller(self)
 
     def cut(self, length: int) -> Slice:
-        """The next slice, of about `length` bytes; some must be uncut."""
-        if self.uncut - length < SLICE_BYTES:
-            length = self.uncut
+        """The next slice, of about `length` bytes; some must be uncut.
+
+        What is left is shared out evenly: a last slice that took what remains of one as well would
+        hold up whatever waits behind it for twice the time.
+        """
+        count = max(1, min(-(-self.uncut // length), self.uncut // SLICE_BYTES))
+        length = -(-self.uncut // count)
         spans: list[Span] = []
         size = 0
         while size < length and len(spans) < SLICE_SPANS:

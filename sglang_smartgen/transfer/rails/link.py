@@ -9,6 +9,7 @@ from sglang_smartgen.transfer.transport import Priority, Transport
 
 SLICE_S = (0.008, 0.008, 0.008, 0.005)  # of a link's time, by priority: what others wait for it
 WINDOW_S = 0.016  # of a link's time that may be under way, in urgent and bulk traffic
+MOST_WINDOW_S = 0.048  # the same on a link that has run dry, because completions came late
 MOST_AHEAD = 16 << 20  # bytes under way, however fast it is
 LARGEST_SLICE = 1 << 20
 LARGEST_UNCOPIED = 8 << 20  # of a slice that needs no staging memory
@@ -49,6 +50,7 @@ class Link:
         self.last_done = 0.0
         self.held: list[tuple[int, int]] = []  # staging that a failed write may still read
         self.largest = LARGEST_SLICE
+        self.window_s = WINDOW_S
         self.healing = False
         self.used = False
         # What has happened, for those who look.
@@ -87,7 +89,7 @@ class Link:
         before = sum(self.by_priority[: priority + 1])
         if not speed.measured:
             return before < SLICE_BYTES
-        return before == 0 or before < min(speed.bandwidth * (WINDOW_S + speed.b0), MOST_AHEAD)
+        return before == 0 or before < min(speed.bandwidth * (self.window_s + speed.b0), MOST_AHEAD)
 
     def finish_s(self, length: int, now: float) -> float:
         """Predicted seconds until a slice of `length` bytes is there, if it is sent now."""
@@ -132,6 +134,8 @@ class Link:
             return
         length = attempt.slice.length
         idle = not self.attempts
+        if not idle:
+            self.window_s = max(WINDOW_S, 0.99 * self.window_s)
         ratio = self.speed.ended(now, attempt.began, attempt.ahead, length, idle)
         self.health.completed(ratio)
         self.last_done = now
@@ -139,6 +143,11 @@ class Link:
         self.slices += 1
         self.predicted_s += attempt.expected_s
         self.real_s += now - attempt.began
+
+    def ran_dry(self) -> None:
+        """All that was under way is complete while more waited: have more under way for a while."""
+        if self.speed.measured:
+            self.window_s = min(MOST_WINDOW_S, 1.25 * self.window_s)
 
     def drop(self, attempt: Attempt) -> None:
         """It is not counted as under way any more, although its rail has not said its end."""

@@ -145,6 +145,8 @@ class Sprayer:
         if getattr(self._inside, "pump", False):
             self._inside.again = True
             return
+        if not any(self._queues):
+            return  # whoever puts something there comes here afterwards
         self._inside.pump = True
         try:
             self._inside.again = True
@@ -155,7 +157,7 @@ class Sprayer:
                     self._starting.update(batch)
                 for attempt in batch:
                     self._start(attempt)
-                if batch:
+                if batch and any(self._queues):
                     self._inside.again = True
         finally:
             self._inside.pump = False
@@ -271,6 +273,8 @@ class Sprayer:
             now = self._clock()
             if not attempt.abandoned:
                 link.end(attempt, error, now)
+                if not link.attempts and any(self._backlog[priority] for priority in BULK):
+                    link.ran_dry()
             slice_.attempts -= 1
             self._give_back(attempt, settled=error is None or link.settles)
             if error is None:
@@ -381,8 +385,9 @@ class Sprayer:
             self._tell(intent)
 
     def _tell(self, intent: Intent) -> None:
-        with self.lock:
-            intent.late = any(slice_.attempts or slice_.doubt for slice_ in intent.twice)
+        if intent.twice:
+            with self.lock:
+                intent.late = any(slice_.attempts or slice_.doubt for slice_ in intent.twice)
         if intent.cause is None:
             intent.finish()
         else:
