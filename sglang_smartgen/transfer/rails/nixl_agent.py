@@ -152,13 +152,12 @@ def _calm(bindings: Any) -> Iterator[None]:
     NIXL's Python API sets its delay to 0, with which it polls without a pause: a core of each
     process that has an agent, also while nothing moves.
     """
-    config = bindings.nixlAgentConfig
+    config: Any = bindings.nixlAgentConfig
 
-    class Calm(config):  # type: ignore[misc]
-        def __setattr__(self, name: str, value: object) -> None:
-            super().__setattr__(name, PROGRESS_US if name == "pthrDelay" else value)
+    def set_field(self: Any, name: str, value: object) -> None:
+        config.__setattr__(self, name, PROGRESS_US if name == "pthrDelay" else value)
 
-    bindings.nixlAgentConfig = Calm
+    bindings.nixlAgentConfig = type("Calm", (config,), {"__setattr__": set_field})
     try:
         yield
     finally:
