@@ -40,6 +40,12 @@ class RangeAllocator:
                 return start
         return None
 
+    def shrink(self, start: int, length: int, kept: int) -> None:
+        """Give the end of a range of `allocate` back: it has `kept` bytes (> 0) from now on."""
+        first, stop = self._padded(kept), self._padded(length)
+        if first < stop:
+            self.free(start + first, stop - first)
+
     def free(self, start: int, length: int) -> None:
         """Give a range of `allocate` back. Raises ValueError if part of it is free already."""
         stop = start + self._padded(length)

@@ -98,7 +98,8 @@ class RoomPlan:
         """What to push now that the tokens `[start, stop)` of `layer` have come.
 
         queries: [w, q_heads, head_dim], the last of the prompt in this layer, or None when they are
-        not known; keys: [stop, kv_heads, head_dim], all so far. Merged, ascending token ranges.
+        not known; keys: [stop, kv_heads, head_dim], all so far, or none without queries. Merged,
+        ascending token ranges.
         """
         if layer not in self._sparse:
             return [(start, stop)] if start < stop else []

@@ -6,16 +6,13 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from sglang_smartgen.core.mask import LOCAL
 from sglang_smartgen.select.base import Selector
 from sglang_smartgen.transfer.push_room import PushRoom
-from sglang_smartgen.transfer.spans import spans_for_slots
+from sglang_smartgen.transfer.spans import Tokens, spans_for_slots
 from sglang_smartgen.transfer.transport import Span
-
-Tokens = npt.NDArray[np.int64]
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -59,8 +56,8 @@ class Load:
         entry.residual.mark_tokens(layer, torch.from_numpy(piece.tokens))
         row_bytes = peer.registration.kv_row_bytes
         for side, bases in enumerate((peer.keys, peer.values)):
-            source = entry.kv[layer, side].data_ptr()
-            self.data += spans_for_slots(source, row_bytes, bases[layer], piece.tokens, slots)
+            there = bases[layer]
+            self.data += entry.spans(layer, side, row_bytes, there, piece.tokens, slots)
         self.kv.append(piece)
         self.proactive_bytes += piece.bytes
 
@@ -96,7 +93,7 @@ def pieces_of(room: PushRoom, layer: int, selector: Selector, size: int) -> Iter
             for tokens in _cut(np.arange(first, last), size // row_bytes):
                 yield Piece(layer, tokens, row_bytes * len(tokens), metadata=True)
     queries = room.queries.pop(layer, None)
-    keys = entry.kv[layer, 0, :stop]
+    keys = entry.rows(layer, 0, 0, 0 if queries is None else stop)
     yield from kv_pieces(room, layer, room.plan.ranges(layer, start, stop, queries, keys), size)
 
 

@@ -13,6 +13,8 @@ import numpy.typing as npt
 
 from sglang_smartgen.transfer.transport import Span
 
+Tokens = npt.NDArray[np.int64]
+
 
 def coalesce(spans: Sequence[Span]) -> list[Span]:
     """Sort by destination and merge neighbours contiguous in both source and destination.

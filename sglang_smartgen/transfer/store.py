@@ -12,6 +12,7 @@ under the store's lock).
 from __future__ import annotations
 
 import threading
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ from sglang_smartgen.core.ranges import RangeAllocator
 from sglang_smartgen.select.base import Selector
 from sglang_smartgen.transfer.region import SharedRegion
 from sglang_smartgen.transfer.residual import Portion, Residual
-from sglang_smartgen.transfer.transport import Region
+from sglang_smartgen.transfer.spans import Tokens, spans_for_slots
+from sglang_smartgen.transfer.transport import Region, Span
 
 
 class StoreEntry:
@@ -64,10 +66,25 @@ class StoreEntry:
         if start >= stop:
             return False
         wanted = slots[start:stop]
-        torch.index_select(keys, 0, wanted, out=self.kv[layer, 0, start:stop])
-        torch.index_select(values, 0, wanted, out=self.kv[layer, 1, start:stop])
+        for side, pool in enumerate((keys, values)):
+            torch.index_select(pool, 0, wanted, out=self.own(layer, side, start, stop))
         self.captured[layer] = stop
         return True
+
+    def own(self, layer: int, side: int, start: int, stop: int) -> Tensor:
+        """Where K (side 0) or V (1) of these tokens of a layer is kept, [n, kv_heads, head_dim]."""
+        return self.kv[layer, side, start:stop]
+
+    def rows(self, layer: int, side: int, start: int, stop: int) -> Tensor:
+        """K (side 0) or V (1) of these tokens of a layer, to read: [n, kv_heads, head_dim]."""
+        return self.kv[layer, side, start:stop]
+
+    def spans(
+        self, layer: int, side: int, row_bytes: int, there: int, tokens: Tokens, slots: Tokens
+    ) -> list[Span]:
+        """What puts K or V of these tokens into their slots; see `spans_for_slots`."""
+        source = self.kv[layer, side].data_ptr()
+        return spans_for_slots(source, row_bytes, there, tokens, slots)
 
     def encode(self, layer: int, selector: Selector) -> tuple[int, int]:
         """Encode what is captured of a sparse layer and not yet encoded; the range, maybe empty."""
@@ -80,15 +97,19 @@ class StoreEntry:
             return (stop, stop)
         first = max(start, self.encoded_before[sparse])
         if first < stop:
-            keys = self.kv[layer, 0]
-            anchor = keys[:anchor_len] if anchor_len else None
-            self.metadata[sparse, first:stop] = selector.encode(layer, keys[first:stop], anchor)
+            anchor = self.rows(layer, 0, 0, anchor_len) if anchor_len else None
+            keys = self.rows(layer, 0, first, stop)
+            self.metadata[sparse, first:stop] = selector.encode(layer, keys, anchor)
         self.encoded[sparse] = stop
         return (start, stop)
 
     def checksums(self) -> bytes:
         """uint32 [layers, stretches] of the whole prompt (core/checksums.py)."""
-        return b"".join(layer_checksums(*layer).tobytes() for layer in self.kv)
+        whole = [
+            [self.rows(layer, side, 0, self.prompt_len) for side in (0, 1)]
+            for layer in range(len(self.captured))
+        ]
+        return b"".join(layer_checksums(*sides).tobytes() for sides in whole)
 
     def gather(self, layer: int, head: int, positions: Tensor, out: Tensor) -> None:
         """Copy entries of one KV head to `out` [n, 2, head_dim], K and V side by side.
@@ -175,6 +196,8 @@ class EntryTable:
 class PrefillStore(EntryTable):
     """The table that owns the memory: entries within a byte budget."""
 
+    entry_type: ClassVar[type[StoreEntry]] = StoreEntry
+
     def __init__(self, geometry: KVGeometry, selector: Selector, budget_bytes: int) -> None:
         super().__init__(geometry)
         self.selector = selector
@@ -216,25 +239,11 @@ class PrefillStore(EntryTable):
             start = self._ranges.allocate(length)
             if start is None:
                 return None
-            kv_bytes = prompt_len * g.token_bytes
-            kv = self.memory.tensor(
-                start, (g.layers, 2, prompt_len, g.kv_heads, g.head_dim), g.dtype
-            )
-            metadata = self.memory.tensor(
-                start + kv_bytes,
-                (len(g.sparse_layers), prompt_len, g.kv_heads, self.selector.metadata_width),
-                self.selector.metadata_dtype,
-            )
-            mask_at = start + prompt_len * (g.token_bytes + self._metadata_bytes())
-            mask = self.memory.tensor(mask_at, (g.layers, prompt_len), torch.uint8)
-            mask.fill_(REMOTE)
-            entry = StoreEntry(
+            entry = self.entry_type(
                 room,
                 generation,
                 prompt_len,
-                kv,
-                metadata,
-                mask,
+                *self._layout(start, prompt_len, prompt_len),
                 g.sparse_layers,
                 Residual(g, prompt_len),
             )
@@ -242,9 +251,28 @@ class PrefillStore(EntryTable):
             self._users[room, generation] = users
             return entry
 
+    def _layout(self, start: int, prompt_len: int, own: int) -> tuple[Tensor, Tensor, Tensor]:
+        """KV of `own` tokens, metadata and mask of an entry that begins at byte `start`."""
+        g = self.geometry
+        kv = self.memory.tensor(start, (g.layers, 2, own, g.kv_heads, g.head_dim), g.dtype)
+        at = start + own * g.token_bytes
+        metadata = self.memory.tensor(
+            at,
+            (len(g.sparse_layers), prompt_len, g.kv_heads, self.selector.metadata_width),
+            self.selector.metadata_dtype,
+        )
+        at += prompt_len * self._metadata_bytes()
+        mask = self.memory.tensor(at, (g.layers, prompt_len), torch.uint8)
+        mask.fill_(REMOTE)
+        return kv, metadata, mask
+
     def offset(self, entry: StoreEntry) -> int:
         """Byte of the store where an entry begins."""
         return entry.kv.data_ptr() - self.memory.region.address
 
+    def _bytes_of(self, entry: StoreEntry) -> int:
+        """Bytes that an entry holds."""
+        return self.entry_bytes(entry.prompt_len)
+
     def _freed(self, entry: StoreEntry) -> None:
-        self._ranges.free(self.offset(entry), self.entry_bytes(entry.prompt_len))
+        self._ranges.free(self.offset(entry), self._bytes_of(entry))

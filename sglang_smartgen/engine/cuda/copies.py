@@ -73,7 +73,7 @@ class DeviceCopies:
         last = None if queries is None else queries.clone()
         with self._streams.aside():
             for side, rows in enumerate(staged):
-                entry.kv[layer, side, start:stop].copy_(rows, non_blocking=True)
+                entry.own(layer, side, start, stop).copy_(rows, non_blocking=True)
             on_host = None if last is None else self._streams.to_host(last)
             metadata = self._encode(push, progress, layer, staged[0], start)
             done = self._streams.mark()
