@@ -6,6 +6,8 @@ import os
 from typing import Any
 
 from sglang_smartgen.config import ConfigError
+from sglang_smartgen.engine import cpu_host
+from sglang_smartgen.engine.cpu_host import host_tier
 
 BACKEND = "smartgen"
 
@@ -37,6 +39,8 @@ ALLOWED: dict[str, tuple[tuple[object, ...], str]] = {
     "attn_cp_size": ((1,), "a prompt must be on one rank"),
     "dcp_size": ((1,), "a prompt must be on one rank"),
 }
+
+TIER_LAYOUTS = host_tier.LAYOUTS
 
 DEFERRED_RELEASE = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
 REFUSED_ENV = {
@@ -70,12 +74,22 @@ def check_options(view: Any) -> None:
 
 def _check_hierarchy(view: Any) -> None:
     if view.disaggregation_mode == "decode":
-        who, why = "a SmartGen decode node", "D has no prefix cache"
-    elif view.device == "cpu":
-        who, why = "SmartGen on a CPU host", "SGLang copies to and from its host tier on a GPU only"
-    else:
-        return
-    raise ConfigError(f"--enable-hierarchical-cache is True; {who} allows False, since {why}")
+        raise ConfigError(
+            "--enable-hierarchical-cache is True; a SmartGen decode node allows False, since D has "
+            "no prefix cache"
+        )
+    if view.device == "cpu" and cpu_host.STATUS_ENV not in os.environ:
+        raise ConfigError(
+            "--enable-hierarchical-cache is True; on a CPU SmartGen allows it under "
+            "sglang_smartgen.launch_server only, since SGLang itself copies to and from its host "
+            "tier on a GPU"
+        )
+    layout = view.hicache_mem_layout
+    if layout not in TIER_LAYOUTS:
+        raise ConfigError(
+            f"--hicache-mem-layout is {layout}; SmartGen allows {' or '.join(TIER_LAYOUTS)}, since "
+            "a token's row must be contiguous"
+        )
 
 
 def _check_decode(view: Any) -> None:

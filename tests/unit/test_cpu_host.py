@@ -17,6 +17,7 @@ from sglang_smartgen.engine.cpu_host import (
     arguments,
     cpu_engine,
     host_register,
+    host_tier,
     kept_memory,
     kernel_stand_in,
     sender_indices,
@@ -33,6 +34,7 @@ NAMES = {
     "sender indices",
     "retraction backup",
     "device flags",
+    "hierarchical cache",
 }
 
 
@@ -236,6 +238,20 @@ def test_statuses_without_our_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu_host.hooks() == []
     for status in cpu_host.statuses().values():
         assert status.startswith("skipped: this process was not started through")
+
+
+def test_copies_between_the_tiers_are_for_a_hierarchical_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host(monkeypatch, cpu_only=True)
+    cpu_host.prepare_environment(SERVE)
+    assert cpu_host.statuses()["hierarchical cache"] == "not needed"
+    assert not set(host_tier.HOOKS) & set(cpu_host.hooks())
+    cpu_host.prepare_environment([*SERVE, "--enable-hierarchical-cache"])
+    assert cpu_host.statuses()["hierarchical cache"] == "applied"
+    assert set(host_tier.HOOKS) < set(cpu_host.hooks())
+    monkeypatch.setattr(cpu_host, "state_here", lambda: "patched")
+    assert cpu_host.hooks() == [*host_tier.HOOKS]
 
 
 def test_hooks_do_what_they_say() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from sglang_smartgen.config import ConfigError
 from sglang_smartgen.engine import hooking, refusals
+from sglang_smartgen.engine.cpu_host import STATUS_ENV
 from sglang_smartgen.engine.hooking import Hook, HookError, problems, verify
 
 # In this module's namespace, so that hooks can name them.
@@ -193,7 +194,8 @@ def test_a_call_is_counted_and_its_result_used(probe: dict[str, Any]) -> None:
 def test_every_checked_option_exists(probe: dict[str, Any]) -> None:
     declared = refusals.declare_options(SimpleNamespace(disaggregation_mode="decode"))
     names = {*refusals.ALLOWED, *declared, "disaggregation_decode_retraction_backup"}
-    names |= {"enable_hierarchical_cache", "device", "cuda_graph_backend_decode"}
+    names |= {"enable_hierarchical_cache", "hicache_mem_layout", "device"}
+    names |= {"cuda_graph_backend_decode"}
     assert names - set(probe["options"]) == set()
 
 
@@ -250,6 +252,7 @@ def options(**changed: object) -> SimpleNamespace:
         "dcp_size": 1,
         "disaggregation_decode_retraction_backup": None,
         "enable_hierarchical_cache": False,
+        "hicache_mem_layout": "layer_first",
         "device": "cpu",
         **dict.fromkeys(BACKENDS),
     }
@@ -321,12 +324,19 @@ def test_a_decode_node_has_its_own_backend_and_no_retraction_backup() -> None:
     refusals.check_options(prefill)
 
 
-def test_a_hierarchical_cache_is_for_a_prefill_node_on_a_gpu() -> None:
+def test_a_hierarchical_cache_is_for_a_prefill_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(STATUS_ENV, raising=False)
     sentence = refusal(options(enable_hierarchical_cache=True))
     assert sentence.startswith("--enable-hierarchical-cache is True; a SmartGen decode node allows")
     prefill = {"disaggregation_mode": "prefill", "enable_hierarchical_cache": True}
-    assert "on a CPU host allows False" in refusal(options(**prefill))
+    assert "under sglang_smartgen.launch_server only" in refusal(options(**prefill))
     refusals.check_options(options(**prefill, device="cuda"))
+    monkeypatch.setenv(STATUS_ENV, "{}")
+    refusals.check_options(options(**prefill))
+    for layout in refusals.TIER_LAYOUTS:
+        refusals.check_options(options(**prefill, hicache_mem_layout=layout))
+    sentence = refusal(options(**prefill, hicache_mem_layout="page_head"))
+    assert sentence.startswith("--hicache-mem-layout is page_head; SmartGen allows layer_first or ")
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
-"""What SGLang 0.5.23 needs on a host without a GPU: six obstacles and two delays.
+"""What SGLang 0.5.23 needs on a host without a GPU: seven obstacles and two delays.
 
 Each has a module. Nothing here imports SGLang before `install`. Obstacles 1, 2, 5 and 6 are met in
 the launcher, by `prepare_environment`, before SGLang is imported; spawned processes inherit the
-environment. Obstacles 3 and 4 are hooks in each scheduler process, registered by `install`. In an
-SGLang that `smartgen patch` has patched, obstacles 2 to 4 are met there. On a host with a GPU all
-of this does nothing.
+environment. Obstacles 3, 4 and 7 are hooks in each scheduler process, registered by `install`. In
+an SGLang that `smartgen patch` has patched, obstacles 2 to 4 are met there. On a host with a GPU
+all of this does nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from . import (
     cpu_engine,
     device_flags,
     host_register,
+    host_tier,
     kept_memory,
     kernel_stand_in,
     no_flashinfer,
@@ -43,6 +44,7 @@ _OBSTACLES = (
     sender_indices,
     retraction_backup,
     device_flags,
+    host_tier,
 )
 _HOOKED = (host_register, sender_indices)
 PATCHED = "not needed: SGLang is patched"
@@ -71,7 +73,7 @@ def prepare_environment(argv: list[str]) -> list[str]:
         no_flashinfer.NAME: no_flashinfer.prepare(os.environ),
         kept_memory.NAME: kept_memory.prepare(os.environ),
     }
-    for obstacle in (retraction_backup, device_flags):
+    for obstacle in (retraction_backup, device_flags, host_tier):
         argv, launcher[obstacle.NAME] = obstacle.prepare(argv)
     os.environ[STATUS_ENV] = json.dumps(launcher)
     return argv
@@ -80,11 +82,14 @@ def prepare_environment(argv: list[str]) -> list[str]:
 def hooks() -> list[Hook]:
     """The changes to SGLang code that a scheduler process needs here.
 
-    None on a host with a GPU, and none in an SGLang that has them as patches.
+    None on a host with a GPU; in an SGLang that has the others as patches, those of the
+    hierarchical cache.
     """
-    if STATUS_ENV not in os.environ or state_here() == "patched":
-        return []
-    return [obstacle.HOOK for obstacle in _HOOKED]
+    launcher = json.loads(os.environ.get(STATUS_ENV, "{}"))
+    tier = [*host_tier.HOOKS] if launcher.get(host_tier.NAME) == "applied" else []
+    if not launcher or state_here() == "patched":
+        return tier
+    return [*(obstacle.HOOK for obstacle in _HOOKED), *tier]
 
 
 def install() -> None:
@@ -102,7 +107,8 @@ def install() -> None:
 
     for hook in needed:
         HookRegistry.register(hook.target, hook.function, HookType(hook.kind))
-    _local.update({obstacle.NAME: "applied" for obstacle in _HOOKED})
+    if state_here() != "patched":
+        _local.update({obstacle.NAME: "applied" for obstacle in _HOOKED})
 
 
 def statuses() -> dict[str, str]:
