@@ -84,5 +84,7 @@ class LayerCapture:
         self, room: PrefillRoom, layer: int, slots: Tensor, queries: Tensor | None
     ) -> None:
         assert room.push is not None
+        # A cached prefix may still be on its way from the host tier.
+        self._facts.loaded(layer)
         pools = self._facts.keys[layer], self._facts.values[layer]
         self._copies.copy(room.push, layer, slots, pools, queries)

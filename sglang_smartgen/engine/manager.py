@@ -117,6 +117,7 @@ class SmartGenKVManager(SerialStatus, MooncakeKVManager):
                 process_transport=self._process_transport(config),
                 path=runtime.path(),
                 on_move=self.greet_all,
+                tiered=self.server_args.enable_hierarchical_cache,
             )
             runtime.set_prefill_side(self.prefill)
         else:

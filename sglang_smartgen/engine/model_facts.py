@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -21,7 +23,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
     keys, values: one pool buffer a layer, [slots, kv_heads, head_dim]; on D always host memory,
     which P and CPU threads write to. req_to_token: int32 [rows, max_len], the slot of every
-    position of a row.
+    position of a row. loaded: waits, on the stream that it is called on, until a layer's buffers
+    hold what SGLang brings back from its host tier for the batch that runs.
     """
 
     geometry: KVGeometry
@@ -30,6 +33,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
     values: list[Tensor]
     req_to_token: Tensor
     tp_size: int
+    loaded: Callable[[int], None] = lambda layer: None
 
 
 def read_model(runner: Any) -> ModelFacts:
@@ -95,4 +99,12 @@ def read_model(runner: Any) -> ModelFacts:
         values=list(getattr(pool, "host_values", pool.v_buffer)),
         req_to_token=runner.req_to_token_pool.req_to_token,
         tp_size=get_parallel().attn_tp_size,
+        loaded=functools.partial(wait_loaded, pool),
     )
+
+
+def wait_loaded(pool: Any, layer: int) -> None:
+    """As SGLang's attention does before it reads the pool, which not every backend does for us."""
+    counter = pool.layer_transfer_counter
+    if counter is not None:
+        counter.wait_until(layer - pool.start_layer)

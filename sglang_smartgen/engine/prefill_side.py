@@ -26,7 +26,9 @@ from sglang_smartgen.config import ConfigError, SmartGenConfig
 from sglang_smartgen.core import prefill_room as core
 from sglang_smartgen.engine.admission import Admission
 from sglang_smartgen.engine.device_path import DevicePath
+from sglang_smartgen.engine.host_tier import HostTier
 from sglang_smartgen.engine.layer_capture import LayerCapture
+from sglang_smartgen.engine.lending import Lending
 from sglang_smartgen.engine.model_facts import ModelFacts
 from sglang_smartgen.engine.peers import Peers
 from sglang_smartgen.engine.prefill_room import Outcome, PrefillRoom
@@ -52,7 +54,8 @@ from sglang_smartgen.transfer.serve_channel import TransportSpec
 from sglang_smartgen.transfer.serve_parent import ServeError
 from sglang_smartgen.transfer.store import PrefillStore
 from sglang_smartgen.transfer.store_server import StoreServer
-from sglang_smartgen.transfer.transport import Transport
+from sglang_smartgen.transfer.tiered_store import TieredStore
+from sglang_smartgen.transfer.transport import Transport, TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -78,11 +81,12 @@ class PrefillSide:
         process_transport: TransportSpec | None = None,
         on_move: Callable[[], None] = lambda: None,
         path: DevicePath | None = None,
+        tiered: bool = False,
     ) -> None:
         """`process_transport` is that of a server process, where the configuration asks for one.
 
         on_move: `serve_endpoint` has changed; every decode rank must be told. path: of this host;
-        None: a CPU host's.
+        None: a CPU host's. tiered: P has a hierarchical cache, to be given to `borrow_from`.
         """
         path = path or DevicePath()
         self.config = config
@@ -93,7 +97,9 @@ class PrefillSide:
         self._transport = transport
         self._outcome = outcome
         try:
-            self.store = PrefillStore(facts.geometry, selector, int(config.store_gb * (1 << 30)))
+            # A server process does not see SGLang's host tier: the store keeps copies there.
+            kind = TieredStore if tiered and config.store_server == "thread" else PrefillStore
+            self.store = kind(facts.geometry, selector, int(config.store_gb * (1 << 30)))
         except (OSError, OverflowError, ValueError) as error:
             raise ConfigError(
                 f"store_gb is {config.store_gb}; this machine cannot map that much memory ({error})"
@@ -127,6 +133,7 @@ class PrefillSide:
         self.bytes_proactive = 0
         self.bytes_metadata = 0
         self.finished: deque[dict[str, Any]] = deque(maxlen=FINISHED_KEPT)
+        self.lending: Lending | None = None
         self.server = self._start_server(process_transport, on_move)
 
     def _start_server(self, spec: TransportSpec | None, on_move: Callable[[], None]) -> StoreServer:
@@ -210,6 +217,19 @@ class PrefillSide:
     def begin(self, room: int, prompt_len: int) -> bool:
         """The request is about to prefill; False: stock full transfer, with the reason counted."""
         return self._admission.begin(room, prompt_len)
+
+    def borrow_from(self, cache: Any) -> None:
+        """Let the store read the host tier of SGLang's tree cache, where there is one.
+
+        Raises ConfigError for one that it cannot read.
+        """
+        if isinstance(self.store, TieredStore) and cache.cache_controller is not None:
+            tier = HostTier(cache, self.facts.geometry)
+            try:
+                self._transport.register(tier.region)
+            except TransportError as error:
+                raise ConfigError(f"the host tier of P's cache cannot be used: {error}") from None
+            self.lending = Lending(tier, self.store, self._rooms.active)
 
     def set_batch(self, rooms: list[int | None]) -> None:
         """The rooms of the batch that runs next, in the order of its rows."""
@@ -350,6 +370,7 @@ class PrefillSide:
             "store_rooms": self.store.rooms,
             "store_used_bytes": self.store.used_bytes,
             "store_bytes": self.store.region.length,
+            **({} if self.lending is None else self.lending.snapshot()),
         }
 
 

@@ -14,8 +14,10 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
+from sglang_smartgen.config import ConfigError
 from sglang_smartgen.engine import hooking, metrics_feed, runtime
 from sglang_smartgen.engine.hooking import fired, verify
+from sglang_smartgen.engine.native import refuse
 
 IDLE_SLEEP_S = 0.002
 SWITCH_INTERVAL_S = 0.0005
@@ -34,6 +36,12 @@ def begin_service(scheduler: Any) -> None:
     side = runtime.decode_side() or runtime.prefill_side()
     if side is not None:
         metrics_feed.start(scheduler, side.snapshot)
+    prefill = runtime.prefill_side()
+    if prefill is not None:
+        try:
+            prefill.borrow_from(scheduler.tree_cache)
+        except ConfigError as error:
+            refuse(str(error))
 
 
 def smartgen_classes(original: Callable[..., Any], backend: Any, class_type: Any) -> Any:
@@ -72,6 +80,11 @@ def begin_batch(batch: Any) -> None:
     """Before a batch: its rooms for P; on D the credits of a step."""
     prefill, decode = runtime.prefill_side(), runtime.decode_side()
     if prefill is not None and batch.forward_mode.is_extend():
+        if prefill.lending is not None:
+            prefill.lending.settle()
+            for req in batch.reqs:
+                room = getattr(req, "bootstrap_room", None)
+                prefill.lending.before_batch(room, req.last_node, req.prefix_len)
         prefill.set_batch([getattr(req, "bootstrap_room", None) for req in batch.reqs])
     if decode is not None and batch.forward_mode.is_decode():
         rows = batch.req_pool_indices.tolist()
@@ -168,6 +181,9 @@ def give_way() -> None:
     Push, fetch and decode threads need the same interpreter; two milliseconds of sleep cost an idle
     loop nothing that anyone can see and give them nearly all of it.
     """
+    prefill = runtime.prefill_side()
+    if prefill is not None and prefill.lending is not None:
+        prefill.lending.settle()
     time.sleep(IDLE_SLEEP_S)
 
 
