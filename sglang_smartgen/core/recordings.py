@@ -43,6 +43,11 @@ def path_of(name: str) -> Path:
     return check_folder() / f"{name}.npz"
 
 
+def of_rank(name: str, rank: int, ranks: int) -> str:
+    """The recording of one rank's KV heads; where there is one rank, or no name, the name itself."""
+    return f"{name}.rank{rank}" if name and ranks > 1 else name
+
+
 def write(name: str, *, counts: Tensor, **facts: object) -> None:
     """Write one recording: counts int32 [sparse_layers, kv_heads, prompt_len], and plain facts.
 

@@ -95,6 +95,7 @@ class DecodeRoom:
         self.k = budget(self.prompt_len, config.ratio)
         self.started: Started | None = None
         self.left = 0  # entries that are only on P, as P last counted
+        self.committed = False  # SGLang has taken it over for decode
         self.told = False  # P has told SGLang itself that the request failed
         self.free: Callable[[], None] | None = None  # gives slots and row back, set at the end
         self.layer_is_local = [False] * geometry.layers
@@ -134,6 +135,7 @@ class DecodeRoom:
 
     def commit(self, whole: bool) -> None:
         """P reported success: on partial KV, or with the `whole` KV here."""
+        self.committed = True
         self.stats.started_at = time.monotonic()
         if whole:
             self.mask.fill_(LOCAL)

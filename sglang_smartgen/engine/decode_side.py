@@ -19,6 +19,7 @@ from torch import Tensor
 from sglang_smartgen.config import SmartGenConfig
 from sglang_smartgen.core import decode_room as core
 from sglang_smartgen.core import recordings
+from sglang_smartgen.core.agreement import Agreement
 from sglang_smartgen.core.counts import counts
 from sglang_smartgen.core.mask import LOCAL, PADDING, REMOTE
 from sglang_smartgen.engine.decode_memory import DecodeMemory
@@ -73,10 +74,12 @@ class DecodeSide:
         fail_request: Callable[[int, str], None] = lambda room, cause: None,
         open_limit_s: float = OPEN_LIMIT_S,
         path: DevicePath | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
         """fail_request: end a request that SGLang still waits for. open_limit_s: from opening a
         room to its start; SGLang's own patience must be shorter. path: of this host; None: a CPU
-        host's.
+        host's. agreement: of the server's ranks, of which this is number `rank`; None: there is
+        one.
         """
         self.config = config
         self.facts = facts
@@ -116,6 +119,7 @@ class DecodeSide:
         )
         self.finished: deque[dict[str, Any]] = deque(maxlen=FINISHED_KEPT)
         self.rank = rank
+        self._agreement = agreement or Agreement()
         self.counters = {"rooms": 0, "failures": 0, "stretches_checked": 0, "stretches_wrong": 0}
         self.fallbacks: dict[str, int] = {}
 
@@ -137,11 +141,11 @@ class DecodeSide:
         """Make a room before P is told its slots; the message for P, or None for a short prompt.
 
         slots: int64 [prompt_len]. With `peer` None (a P of another TP size) the room is opened for
-        a full transfer. Raises ConfigError when the request's overrides are not allowed.
+        a full transfer. Raises ConfigError when the request's overrides are not allowed, which all
+        ranks find alike; RecordingError for a folder that this one lacks, with the room opened, as
+        it is on other ranks.
         """
-        config = self.config.for_request(overrides)
-        if config.record:
-            recordings.check_folder()
+        config = self._own_recordings(self.config.for_request(overrides))
         prompt_len = int(slots.numel())
         blocks = min(config.blocks_per_layer, prompt_len)
         if prompt_len < config.min_prompt_len:
@@ -171,6 +175,12 @@ class DecodeSide:
         if peer is None:
             self._rooms.act(state, state.machine.stock(now))
             return None
+        if config.record:
+            try:
+                recordings.check_folder()
+            except recordings.RecordingError:
+                self._rooms.act(state, state.machine.stock(now))  # P is not told the slots
+                raise
         self._peers.meet(peer, now)
         k_r = config.proactive_blocks_of(g.layers)
         return OpenRoom(
@@ -189,6 +199,14 @@ class DecodeSide:
             keep=config.mode in ("smartgen", "partial"),
             verify=config.verify,
         )
+
+    def _own_recordings(self, config: SmartGenConfig) -> SmartGenConfig:
+        """Each rank records and replays its own KV heads."""
+        names = [
+            recordings.of_rank(name, self.rank, self._agreement.size)
+            for name in (config.record, config.recording)
+        ]
+        return msgspec.structs.replace(config, record=names[0], recording=names[1])
 
     def room_of_row(self, row: int) -> DecodeRoom | None:
         """The SmartGen room that owns a row, or None (short prompt, health check)."""
@@ -305,7 +323,8 @@ class DecodeSide:
         """The request is over; run `free` (slots and row) once P can no longer write to them.
 
         That is at once for a room that has started: P has completed every write to slots and mask,
-        and writes to the arenas only, whose ranges stay with the room until P has let go of it.
+        and writes to the arenas only, whose ranges stay with the room until P has let go of it. For
+        one that has not been committed it is when all ranks are as far (`drain`).
         finish: SGLang's finish reason (`stop`, `length`, `abort`) or `retracted`, for the record.
         """
         now = time.monotonic()
@@ -319,7 +338,8 @@ class DecodeSide:
         self._record(state, finish)
         if state.peer is not None and self._peers.is_stock(state.peer, now):
             self._rooms.act(state, state.machine.stock(now))
-        self._rooms.end(state, free, now)
+        # A committed room frees its slots here and now, and so it does on every rank.
+        self._rooms.end(state, free if state.committed else self._agreement.release(free), now)
 
     # What the rooms' machines want ----------------------------------------------------------
 
@@ -358,6 +378,33 @@ class DecodeSide:
         now = time.monotonic()
         self._rooms.pump(now)
         self._rooms.tick(now)
+        self._agreement.settle()
+
+    def failures(self, rooms: list[int | None]) -> list[str | None]:
+        """Why each request of a batch must end, on all ranks alike; None: it goes on.
+
+        rooms: the batch's, in its order; all ranks ask in the same step. A room that failed
+        elsewhere fails here too.
+        """
+        states = [None if room is None else self._rooms.of_number(room) for room in rooms]
+        agreed = self._agreement.failures([self._ended_by(state) for state in states])
+        for state, cause in zip(states, agreed, strict=True):
+            if state is not None and cause is not None:
+                state.fail(cause)
+        return agreed
+
+    def _ended_by(self, state: DecodeRoom | None) -> str | None:
+        if state is None or state.failure is None:
+            return None
+        return (
+            f"SmartGen fetch failed for room {state.room} (decode rank {self.rank}, prefill "
+            f"{state.bootstrap_addr}): {state.failure}"
+        )
+
+    @property
+    def holds_slots(self) -> bool:
+        """Whether slots of requests that are over are not free yet; the same on every rank."""
+        return self._agreement.held > 0
 
     @property
     def quarantined_rooms(self) -> int:

@@ -42,6 +42,7 @@ from sglang_smartgen.engine.frames import (
 )
 from sglang_smartgen.engine.model_facts import ModelFacts
 from sglang_smartgen.engine.prefill_side import PrefillSide
+from sglang_smartgen.engine.ranks import agreement_of_server
 from sglang_smartgen.engine.room_status import SerialStatus
 from sglang_smartgen.engine.selectors import load_selector
 from sglang_smartgen.transfer.limited_log import LimitedLog
@@ -104,6 +105,7 @@ class SmartGenKVManager(SerialStatus, MooncakeKVManager):
 
     def _build_side(self, config: SmartGenConfig, facts: ModelFacts) -> None:
         selector = load_selector(config, facts, self.server_args.model_path)
+        runtime.set_agreement(agreement_of_server())
         own = MooncakeTransport(self.engine.engine, self.get_session_id())
         transport = own if config.transport == "mooncake" else self._over_rails(config, own)
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
@@ -133,6 +135,7 @@ class SmartGenKVManager(SerialStatus, MooncakeKVManager):
                 fail_request=self.fail_waiting,
                 open_limit_s=self.waiting_timeout + OPEN_GRACE_S,
                 path=runtime.path(),
+                agreement=runtime.agreement(),
             )
             runtime.set_decode_side(self.decode)
             self.decode.heartbeat.start()

@@ -23,8 +23,9 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
     keys, values: one pool buffer a layer, [slots, kv_heads, head_dim]; on D always host memory,
     which P and CPU threads write to. req_to_token: int32 [rows, max_len], the slot of every
-    position of a row. loaded: waits, on the stream that it is called on, until a layer's buffers
-    hold what SGLang brings back from its host tier for the batch that runs.
+    position of a row. tp_size, tp_rank: of the ranks that share the KV heads; this one has as many
+    as `shape` says, from `first_kv_head`. loaded: waits, on the stream that it is called on, until
+    a layer's buffers hold what SGLang brings back from its host tier for the batch that runs.
     """
 
     geometry: KVGeometry
@@ -33,7 +34,13 @@ class ModelFacts(msgspec.Struct, frozen=True):
     values: list[Tensor]
     req_to_token: Tensor
     tp_size: int
+    tp_rank: int = 0
     loaded: Callable[[int], None] = lambda layer: None
+
+    @property
+    def first_kv_head(self) -> int:
+        """The model's number of this rank's first KV head."""
+        return self.tp_rank * self.shape.kv_heads
 
 
 def read_model(runner: Any) -> ModelFacts:
@@ -51,6 +58,8 @@ def read_model(runner: Any) -> ModelFacts:
     from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
     from sglang.srt.runtime_context import get_parallel
 
+    parallel = get_parallel()
+    check_heads(name, runner.model_config.get_total_num_kv_heads(), parallel.attn_tp_size)
     layers = sorted(
         (m for m in runner.model.modules() if isinstance(m, RadixAttention)),
         key=lambda m: m.layer_id,
@@ -98,7 +107,8 @@ def read_model(runner: Any) -> ModelFacts:
         keys=list(getattr(pool, "host_keys", pool.k_buffer)),
         values=list(getattr(pool, "host_values", pool.v_buffer)),
         req_to_token=runner.req_to_token_pool.req_to_token,
-        tp_size=get_parallel().attn_tp_size,
+        tp_size=parallel.attn_tp_size,
+        tp_rank=parallel.attn_tp_rank,
         loaded=functools.partial(wait_loaded, pool),
     )
 
@@ -108,3 +118,12 @@ def wait_loaded(pool: Any, layer: int) -> None:
     counter = pool.layer_transfer_counter
     if counter is not None:
         counter.wait_until(layer - pool.start_layer)
+
+
+def check_heads(name: str, kv_heads: int, ranks: int) -> None:
+    """Raises ConfigError when a KV head of the model would be on more than one rank."""
+    if kv_heads < ranks:
+        raise ConfigError(
+            f"--tp-size is {ranks}; SmartGen cannot serve {name} so, since its {kv_heads} KV "
+            f"heads would be on several ranks each; allowed is at most {kv_heads}"
+        )

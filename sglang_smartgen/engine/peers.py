@@ -23,18 +23,26 @@ class Peers:
     def add(self, registration: Registration, keys: list[int], values: list[int]) -> bool:
         """A decode rank announced itself; False when its layout differs (stock transfer)."""
         g = self._facts.geometry
+        if registration.tp_size != self._facts.tp_size:
+            logger.warning(
+                "decode session %s runs with --tp-size %d and this prefill node with %d; SmartGen "
+                "allows equal sizes, and no request from there is its own",
+                registration.session,
+                registration.tp_size,
+                self._facts.tp_size,
+            )
+            return False
         same = (
             registration.layers == g.layers == len(keys) == len(values)
             and registration.kv_row_bytes == g.row_bytes
-            and registration.tp_size == self._facts.tp_size
             and registration.fingerprint == self._fingerprint
         )
         if same:
             self._peers[registration.session] = Peer(registration, keys, values)
         else:
             logger.warning(
-                "decode session %s differs from this node (selector, KV layout or TP size); its "
-                "requests get a full transfer",
+                "decode session %s differs from this node (selector or KV layout); its requests get a "
+                "full transfer",
                 registration.session,
             )
         return same

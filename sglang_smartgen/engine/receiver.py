@@ -38,6 +38,12 @@ class SmartGenKVReceiver(MooncakeKVReceiver):
     def _open(self, kv_indices: Any) -> Any:
         if self.request is None or not self.bootstrap_infos:
             return None
+        theirs, ours = self.prefill_info.attn_tp_size, self.kv_mgr.attn_tp_size
+        if theirs != ours:
+            raise ConfigError(
+                f"the prefill node at {self.bootstrap_addr} runs with --tp-size {theirs} and this "
+                f"decode node with {ours}; SmartGen allows equal sizes"
+            )
         peer = None
         if len(self.bootstrap_infos) == 1 and not self.bootstrap_infos[0]["is_dummy"]:
             info = self.bootstrap_infos[0]

@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from sglang_smartgen.config import ConfigError, SmartGenConfig, config_from_env
+from sglang_smartgen.core.agreement import Agreement
 from sglang_smartgen.engine.cuda.step import Step
 from sglang_smartgen.engine.device_path import DevicePath, check_device, device_path
 from sglang_smartgen.engine.model_facts import ModelFacts, read_model
@@ -28,6 +29,7 @@ class _State:
     prefill: PrefillSide | None = None
     decode: DecodeSide | None = None
     sealer: Sealer | None = None
+    agreement: Agreement = Agreement()
 
 
 _state = _State()
@@ -98,6 +100,16 @@ def facts() -> ModelFacts:
     if _state.facts is None:
         raise RuntimeError("SmartGen: the attention backend was built without its hook")
     return _state.facts
+
+
+def set_agreement(agreement: Agreement) -> None:
+    """Publish how the ranks of this server agree to the hooks."""
+    _state.agreement = agreement
+
+
+def agreement() -> Agreement:
+    """How the ranks of this server agree; before the KV manager exists: as one rank."""
+    return _state.agreement
 
 
 def set_prefill_side(side: PrefillSide) -> None:

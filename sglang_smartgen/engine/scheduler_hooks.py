@@ -8,6 +8,7 @@ the scheduler thread.
 from __future__ import annotations
 
 import functools
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +23,22 @@ from sglang_smartgen.engine.native import refuse
 IDLE_SLEEP_S = 0.002
 SWITCH_INTERVAL_S = 0.0005
 """Longest that a thread waits for the interpreter; Python's default of 5 ms is a whole fetch."""
+
+OF_EVERY_RANK = (
+    "open_rooms",
+    "quarantined_rooms",
+    "quarantined_slots",
+    "quarantined_slabs",
+    "granted_bytes",
+    "store_rooms",
+    "store_used_bytes",
+    "free_slots",
+    "free_rows",
+    "counters",
+    "fallbacks",
+    "fetches",
+)
+"""What /server_info tells of every rank."""
 
 
 def check_hooks(_result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
@@ -94,20 +111,20 @@ def begin_batch(batch: Any) -> None:
 
 
 def end_batch(batch: Any) -> None:
-    """After a batch: on D end the requests whose rooms have failed."""
+    """After a batch: on D end the requests whose rooms have failed, on whatever rank.
+
+    Here, since a rank whose fetch has failed still goes through the forward: the others wait for
+    it in every layer.
+    """
     decode = runtime.decode_side()
     if decode is None or not batch.forward_mode.is_decode():
         return
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-    for req in batch.reqs:
-        state = decode.room(req.bootstrap_room)
-        if state is not None and state.failure is not None and req.to_finish is None:
-            message = (
-                f"SmartGen fetch failed for room {state.room} (decode rank "
-                f"{decode.rank}, prefill {state.bootstrap_addr}): {state.failure}"
-            )
-            req.to_finish = FINISH_ABORT(message, HTTPStatus.INTERNAL_SERVER_ERROR)
+    causes = decode.failures([req.bootstrap_room for req in batch.reqs])
+    for req, cause in zip(batch.reqs, causes, strict=True):
+        if cause is not None and req.to_finish is None:
+            req.to_finish = FINISH_ABORT(cause, HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 def remember_request(queue: Any, decode_req: Any, *args: Any, **kwargs: Any) -> None:
@@ -145,9 +162,9 @@ def has_pending_releases(result: bool, queue: Any) -> bool:
 
 
 def holds_slots() -> bool:
-    """Whether D has slots in quarantine."""
+    """Whether D has slots in quarantine, or waits for another rank that has."""
     decode = runtime.decode_side()
-    return decode is not None and decode.quarantined_rooms > 0
+    return decode is not None and decode.holds_slots
 
 
 def release_kv_cache(
@@ -194,13 +211,20 @@ def add_state(result: Any, controller: Any, request: Any) -> Any:
 
 
 def add_block(scheduler: Any, state: dict[str, Any]) -> None:
-    """Put SmartGen's block into what /server_info shows of a scheduler."""
+    """Put SmartGen's block into what /server_info shows of a scheduler.
+
+    SGLang shows rank 0's and asks all ranks, so theirs is told too, in short.
+    """
     side = runtime.decode_side() or runtime.prefill_side()
-    if side is not None:
-        state["smartgen"] = {
-            **side.snapshot(),
-            "free_slots": scheduler.token_to_kv_pool_allocator.available_size(),
-            "free_rows": scheduler.req_to_token_pool.available_size(),
-            "carried_by": hooking.carrier,
-            "hooks_fired": dict(fired),
-        }
+    if side is None:
+        return
+    block = {
+        **side.snapshot(),
+        "free_slots": scheduler.token_to_kv_pool_allocator.available_size(),
+        "free_rows": scheduler.req_to_token_pool.available_size(),
+        "carried_by": hooking.carrier,
+        "hooks_fired": dict(fired),
+    }
+    short = {key: block[key] for key in OF_EVERY_RANK if key in block}
+    block["ranks"] = [json.loads(text) for text in runtime.agreement().texts(json.dumps(short))]
+    state["smartgen"] = block

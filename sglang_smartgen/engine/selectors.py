@@ -60,6 +60,7 @@ def load_selector(config: SmartGenConfig, facts: ModelFacts, model_path: str) ->
             facts.shape,
             facts.geometry.dtype,
             artifact=artifact,
+            first_kv_head=facts.first_kv_head,
             options=config.selector_options,
         )
     except ValueError as error:
