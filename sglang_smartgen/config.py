@@ -52,7 +52,7 @@ class SmartGenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         when it ends; a difference fails the request, or is counted when it has ended.
     trace: D's record of this request holds the times of its steps; one request's setting.
     min_prompt_len: prompts shorter than this use SGLang's own full transfer and dense attention.
-    store_gb: budget of the prefill store in GiB.
+    store_gb: budget of the prefill store in GiB, of each rank.
     store_server: `thread` serves the store inside the scheduler process, `process` in a process of
         its own, which costs a second transport engine and some 300 MB of memory.
     fetch_timeout_s: seconds that one remote fetch may take before its requests fail; on P, that

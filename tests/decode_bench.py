@@ -10,6 +10,7 @@ import pytest
 from small_rank import SmallRank, hata
 
 from sglang_smartgen.config import SmartGenConfig
+from sglang_smartgen.core.agreement import Agreement
 from sglang_smartgen.core.mask import LOCAL
 from sglang_smartgen.engine import decode_side as module
 from sglang_smartgen.engine import heartbeat
@@ -27,7 +28,13 @@ CONFIG = SmartGenConfig(blocks_per_layer=50, proactive_blocks=120, min_prompt_le
 class Bench:
     """A decode side on a clock that the test moves; `sent` is what it told P."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, config: SmartGenConfig = CONFIG) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        config: SmartGenConfig = CONFIG,
+        agreement: Agreement | None = None,
+        rank: int = 0,
+    ) -> None:
         self.now = 1000.0
         clock = SimpleNamespace(monotonic=lambda: self.now, time_ns=lambda: 5 << 20)
         monkeypatch.setattr(module, "time", clock)
@@ -45,8 +52,9 @@ class Bench:
             session="d",
             reply=D_END,
             send=lambda peer, message: self.sent.append((peer, message)),
-            rank=0,
+            rank=rank,
             fail_request=lambda room, cause: self.failed.append((room, cause)),
+            agreement=agreement,
         )
         self.slots = self.rank.slots(TOKENS)
 

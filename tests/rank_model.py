@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sglang_smartgen.calibrate.model import Layer, LayeredModel
 from sglang_smartgen.calibrate.walk import walk
 from sglang_smartgen.core.geometry import DENSE_LAYERS
+from sglang_smartgen.engine.ranks import GlooRanks
 from sglang_smartgen.report.decode_steps import PromptAttention, StepAttention
 from sglang_smartgen.select import Artifact, KVShape, Selector, budget, make_selector
 
@@ -219,7 +220,8 @@ def fork_ranks(_: int, ranks: int, folder: Path, *arguments: Any) -> None:
 def gloo_rank(
     rank: int, ranks: int, folder: Path, prompt: list[int], artifacts: dict[str, Artifact]
 ) -> None:
-    """One process of a gloo group; saves its runs, the names of their collectives, faulty runs."""
+    """One process of a gloo group; saves its runs, the names of their collectives, faulty runs,
+    and what the ranks have said to each other."""
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/meet",
@@ -239,7 +241,9 @@ def gloo_rank(
             name: decoder.run(model.selector(arm, artifacts.get(name)), arm.lookahead, steps=1)
             for name, arm in FAULTY.items()
         }
-        torch.save((runs, called.names, faulty), rank_file(folder, rank))
+        ours = GlooRanks(dist.group.WORLD)
+        said = ours.least([rank, 5 - rank, 7]), ours.texts("é" * (3 * rank) + str(rank))
+        torch.save((runs, called.names, faulty, said), rank_file(folder, rank))
     finally:
         dist.destroy_process_group()
 

@@ -175,13 +175,13 @@ class DecodeSide:
         if peer is None:
             self._rooms.act(state, state.machine.stock(now))
             return None
+        self._peers.meet(peer, now)
         if config.record:
             try:
                 recordings.check_folder()
             except recordings.RecordingError:
                 self._rooms.act(state, state.machine.stock(now))  # P is not told the slots
                 raise
-        self._peers.meet(peer, now)
         k_r = config.proactive_blocks_of(g.layers)
         return OpenRoom(
             version=VERSION,

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import logging
 
+from sglang_smartgen.config import ConfigError
 from sglang_smartgen.engine.model_facts import ModelFacts
 from sglang_smartgen.transfer.messages import Registration
 from sglang_smartgen.transfer.push_room import Peer
 
 logger = logging.getLogger(__name__)
+
+
+def check_sizes(address: str, theirs: int, ours: int) -> None:
+    """Raises ConfigError when the prefill node at `address` has more or fewer ranks than we."""
+    if theirs != ours:
+        raise ConfigError(
+            f"the prefill node at {address} runs with --tp-size {theirs} and this decode node with "
+            f"{ours}; SmartGen allows equal sizes"
+        )
 
 
 class Peers:
@@ -26,7 +36,7 @@ class Peers:
         if registration.tp_size != self._facts.tp_size:
             logger.warning(
                 "decode session %s runs with --tp-size %d and this prefill node with %d; SmartGen "
-                "allows equal sizes, and no request from there is its own",
+                "allows equal sizes",
                 registration.session,
                 registration.tp_size,
                 self._facts.tp_size,

@@ -11,6 +11,7 @@ from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 
 from sglang_smartgen.config import ConfigError
 from sglang_smartgen.core.recordings import RecordingError
+from sglang_smartgen.engine.peers import check_sizes
 from sglang_smartgen.transfer.messages import Endpoint
 
 OVERRIDES_KEY = "smartgen"
@@ -38,12 +39,8 @@ class SmartGenKVReceiver(MooncakeKVReceiver):
     def _open(self, kv_indices: Any) -> Any:
         if self.request is None or not self.bootstrap_infos:
             return None
-        theirs, ours = self.prefill_info.attn_tp_size, self.kv_mgr.attn_tp_size
-        if theirs != ours:
-            raise ConfigError(
-                f"the prefill node at {self.bootstrap_addr} runs with --tp-size {theirs} and this "
-                f"decode node with {ours}; SmartGen allows equal sizes"
-            )
+        sizes = self.prefill_info.attn_tp_size, self.kv_mgr.attn_tp_size
+        check_sizes(self.bootstrap_addr, *sizes)
         peer = None
         if len(self.bootstrap_infos) == 1 and not self.bootstrap_infos[0]["is_dummy"]:
             info = self.bootstrap_infos[0]

@@ -43,7 +43,7 @@ class ClusterError(RuntimeError):
 class Cluster:
     """Running prefill and decode servers behind SGLang's mini router, all on `host`.
 
-    prefills, decodes: how many of each. decode_host: another address of this machine, for the
+    prefills, decodes: how many of each. tp_size: ranks of every server. decode_host: another address of this machine, for the
     decode servers alone. config: SmartGen's configuration of both sides, None = stock SGLang;
     `decode_config` replaces it on the decode side where it is given. prefill_args, decode_args:
     flags for SGLang behind ours. router_args: flags for its router, by default those of the mini
@@ -68,6 +68,7 @@ class Cluster:
         prefills: int = 1,
         decodes: int = 1,
         router_args: Sequence[str] = ("--mini-lb",),
+        tp_size: int = 1,
     ) -> None:
         self.model = str(model)
         self.host = host
@@ -81,7 +82,10 @@ class Cluster:
             "prefill": config,
             "decode": config if decode_config is None else decode_config,
         }
-        self._extra_args = {"prefill": list(prefill_args), "decode": list(decode_args)}
+        self._tp_size = tp_size
+        ranks = [] if tp_size == 1 else ["--tp-size", str(tp_size)]
+        self._extra_args = {"prefill": ranks + list(prefill_args)}
+        self._extra_args["decode"] = ranks + list(decode_args)
         self._max_total_tokens = max_total_tokens
         self._start_timeout_s = start_timeout_s
         self._router_args = list(router_args)
@@ -259,8 +263,9 @@ class Cluster:
         return command + self._extra_args[role]
 
     def environment(self, name: str) -> dict[str, str]:
-        """The environment of a server: ours, one core for each, and no network but `host`."""
-        core = self._names.index(name) % (os.cpu_count() or 1)
+        """The environment of a server: ours, one core for each rank, and no network but `host`."""
+        first = self._names.index(name) * self._tp_size
+        cores = [str((first + rank) % (os.cpu_count() or 1)) for rank in range(self._tp_size)]
         programs = str(Path(sys.executable).parent)
         env = {
             **os.environ,
@@ -271,7 +276,7 @@ class Cluster:
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "MC_LOG_LEVEL": "WARNING",  # stock's too: a line for every transfer takes time
-            "SGLANG_CPU_OMP_THREADS_BIND": str(core),
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(cores),
             **self._env,
         }
         env.pop(CONFIG_ENV, None)

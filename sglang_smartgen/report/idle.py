@@ -21,15 +21,16 @@ class LeakError(RuntimeError):
 def wait_until_idle(cluster: Cluster, timeout_s: float = 90.0) -> dict[str, dict[str, int]]:
     """Free rows and slots, and store bytes in use, by server, once nothing is open any more.
 
-    Servers that were killed are left out. Raises LeakError when rooms, quarantined slots or arena
-    ranges are still there after `timeout_s` seconds.
+    Of a server with several ranks, rank 0's. Servers that were killed are left out. Raises
+    LeakError when rooms, quarantined slots or arena ranges are still there after `timeout_s`
+    seconds.
     """
     deadline = time.monotonic() + timeout_s
     while True:
         names = [name for name in cluster.pids if name != "router"]
         state: dict[str, Any] = {name: cluster.smartgen_state(name) for name in names}
         held = {
-            f"{key} of {name}": found[key]
+            f"{key} of {name}": max(rank[key] for rank in found.get("ranks", [found]))
             for name, found in state.items()
             for key in OPEN[found["role"]]
         }

@@ -117,7 +117,7 @@ def test_the_observer_stands_for_every_hook() -> None:
 
 
 def test_a_call_of_the_observer_is_counted_as_its_hook(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "decode_side", lambda: SimpleNamespace(quarantined_rooms=2))
+    monkeypatch.setattr(runtime, "decode_side", lambda: SimpleNamespace(holds_slots=True))
     assert Observer().holds_kv() is True
     assert hooking.fired == {STANDS_FOR["holds_kv"]: 1}
 

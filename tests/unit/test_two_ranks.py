@@ -25,6 +25,7 @@ class Runs(NamedTuple):
     ranks: list[dict[str, Run]]
     collectives: list[list[str]]
     faulty: list[dict[str, Run]]
+    said: list[tuple[list[int], list[str]]]
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +77,10 @@ def test_the_only_collective_is_the_sum_of_the_attention_output(runs: Runs) -> N
     passes = 1 + STEPS * len(ARMS)  # the prompt's and the steps'
     for names in runs.collectives:
         assert names == ["c10d.allreduce_.default"] * (runs.layers * passes)
+
+
+def test_ranks_hear_each_other_over_gloo(runs: Runs) -> None:
+    assert runs.said == [([0, 4, 7], ["0", "ééé1"])] * RANKS
 
 
 def _joined(ranks: list[Run]) -> torch.Tensor:
