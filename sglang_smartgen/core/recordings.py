@@ -44,7 +44,7 @@ def path_of(name: str) -> Path:
 
 
 def of_rank(name: str, rank: int, ranks: int) -> str:
-    """The recording of one rank's KV heads; where there is one rank, or no name, the name itself."""
+    """The recording of one rank's KV heads; with one rank, or without a name, the name itself."""
     return f"{name}.rank{rank}" if name and ranks > 1 else name
 
 

@@ -51,8 +51,8 @@ class Peers:
             self._peers[registration.session] = Peer(registration, keys, values)
         else:
             logger.warning(
-                "decode session %s differs from this node (selector or KV layout); its requests get a "
-                "full transfer",
+                "decode session %s differs from this node (selector or KV layout); its requests "
+                "get a full transfer",
                 registration.session,
             )
         return same

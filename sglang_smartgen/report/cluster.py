@@ -43,11 +43,11 @@ class ClusterError(RuntimeError):
 class Cluster:
     """Running prefill and decode servers behind SGLang's mini router, all on `host`.
 
-    prefills, decodes: how many of each. tp_size: ranks of every server. decode_host: another address of this machine, for the
-    decode servers alone. config: SmartGen's configuration of both sides, None = stock SGLang;
-    `decode_config` replaces it on the decode side where it is given. prefill_args, decode_args:
-    flags for SGLang behind ours. router_args: flags for its router, by default those of the mini
-    router, which goes on asking a server that has ended.
+    prefills, decodes: how many of each. tp_size: ranks of every server. decode_host: another
+    address of this machine, for the decode servers alone. config: SmartGen's configuration of both
+    sides, None = stock SGLang; `decode_config` replaces it on the decode side where it is given.
+    prefill_args, decode_args: flags for SGLang behind ours. router_args: flags for its router, by
+    default those of the mini router, which goes on asking a server that has ended.
     Enter (or `start`) raises ClusterError when a process ends or `start_timeout_s` passes.
     """
 

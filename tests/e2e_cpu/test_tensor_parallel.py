@@ -152,6 +152,7 @@ def test_random_aborts_leave_nothing(cluster: Cluster) -> None:
     before = free(cluster)
     threads = []
     for number in range(20):
+        rid = f"abort-{seed}-{number}"
         request = threading.Thread(
             target=Client(cluster.url, timeout_s=PATIENCE_S).generate,
             args=(chance.choice(PROMPTS),),
@@ -159,16 +160,14 @@ def test_random_aborts_leave_nothing(cluster: Cluster) -> None:
                 "max_new_tokens": 40,
                 "ignore_eos": True,
                 "smartgen": chance.choice((FETCHES, FILLED)),
-                "rid": f"abort-{seed}-{number}",
+                "rid": rid,
                 "stream": False,
             },
         )
         request.start()
         threads.append(request)
         time.sleep(chance.uniform(0.0, 0.4))
-        threading.Timer(
-            chance.uniform(0.0, 1.5), abort, (cluster, f"abort-{seed}-{number}")
-        ).start()
+        threading.Timer(chance.uniform(0.0, 1.5), abort, (cluster, rid)).start()
     for thread in threads:
         thread.join(2 * PATIENCE_S)
         assert not thread.is_alive()
