@@ -34,6 +34,7 @@ ONLY_DENSE = {**SHARE, "proactive_blocks": 2 * BLOCKS}
 FILLED = {**ONLY_DENSE, "speculative_ratio": 0.05}
 FULL = {**SHARE, "mode": "full"}
 FETCHES = {"mode": "partial", "ratio": 0.2}
+HUNGRY = {"mode": "partial", "ratio": 0.02}  # few entries a step: there are always new ones
 PATIENCE_S = 60.0
 
 
@@ -43,6 +44,7 @@ def prompt_of(number: int, tokens: int) -> list[int]:
 
 
 PROMPTS = [prompt_of(number, 300 + 50 * number) for number in range(4)]
+LONG = prompt_of(4, 1200)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +107,7 @@ class Request(threading.Thread):
 
     def run(self) -> None:
         self.answer = Client(self._cluster.url).generate(
-            PROMPTS[3], max_new_tokens=1200, ignore_eos=True, smartgen=FETCHES, stream=False
+            LONG, max_new_tokens=800, ignore_eos=True, smartgen=HUNGRY, stream=False
         )
 
     def error(self) -> str:
