@@ -77,6 +77,7 @@ def test_missing_flags_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["SGLANG_USE_CPU_ENGINE"] == "1"
     assert os.environ["MC_FORCE_TCP"] == "1"
     assert os.environ["MOONCAKE_PROTOCOL"] == "tcp"
+    assert not Path(os.environ["SGLANG_NCCL_SO_PATH"]).exists()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Obstacle 1: SGLang decides by an environment variable, not by `--device`, that it runs on a CPU.
 
-Without it `RotaryEmbedding` imports vllm. Mooncake needs to be told too that there is no RDMA.
+Without it `RotaryEmbedding` imports vllm. Mooncake needs to be told too that there is no RDMA, and
+the ranks of `--tp-size` that there is no NCCL: they find that of the CUDA wheels and ask for a GPU.
+Without it they use gloo.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ SETTINGS = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "MC_FORCE_TCP": "1",
     "MOONCAKE_PROTOCOL": "tcp",
+    "SGLANG_NCCL_SO_PATH": "no-nccl-without-a-gpu",
 }
 
 
