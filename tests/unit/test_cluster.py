@@ -221,6 +221,17 @@ def test_environment_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert prefill["EXTRA"] == "1" and prefill["PYTHONSAFEPATH"] == "1"
 
 
+def test_each_rank_has_a_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_module.os, "cpu_count", lambda: 3)
+    cluster = Cluster("model", config=None, log_dir=tmp_path, tp_size=2, decode_args=["--x"])
+    cluster._ports = dict.fromkeys(("prefill", "decode", "router"), 20000)
+    cluster._ports |= {"prefill bootstrap": 20001, "prefill nccl": 20002, "decode nccl": 20003}
+    bound = [cluster.environment(name)["SGLANG_CPU_OMP_THREADS_BIND"] for name in cluster._names]
+    assert bound == ["0|1", "2|0", "1|2"]
+    assert cluster.command("prefill")[-2:] == ["--tp-size", "2"]
+    assert cluster.command("decode")[-3:] == ["--tp-size", "2", "--x"]
+
+
 def test_free_ports_are_different() -> None:
     ports = free_ports(20)
     assert len(set(ports)) == 20 and all(20000 <= port < 32000 for port in ports)
