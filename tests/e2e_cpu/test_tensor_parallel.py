@@ -194,7 +194,7 @@ def test_one_rank_of_prefill_that_hangs_ends_the_request_on_both(cluster: Cluste
     hung.send_signal(signal.SIGSTOP)
     try:
         error = request.error()
-        assert "decode rank 1" in error and "no answer from prefill within 5 s" in error
+        assert "decode rank 1" in error and "no answer from prefill within" in error
     finally:
         hung.send_signal(signal.SIGCONT)
     cluster.flush_cache()
