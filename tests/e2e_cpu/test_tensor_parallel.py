@@ -108,7 +108,7 @@ class Request(threading.Thread):
 
     def run(self) -> None:
         self.answer = Client(self._cluster.url).generate(
-            LONG, max_new_tokens=800, ignore_eos=True, smartgen=HUNGRY, stream=False
+            LONG, max_new_tokens=800, ignore_eos=True, smartgen=HUNGRY
         )
 
     def error(self) -> str:
