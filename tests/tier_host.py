@@ -45,7 +45,7 @@ class World:
         from sglang.srt.mem_cache import memory_pool, unified_radix_cache
         from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-        from sglang.srt.mem_cache.pool_host import common
+        from sglang.srt.mem_cache.pool_host import base, common
         from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
         from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
@@ -55,6 +55,7 @@ class World:
         from sglang_smartgen.engine.host_tier import HostTier
 
         common._cuda_host_register = leave_pageable
+        base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # SGLang's 10 GB are for a real pool
         MHATokenToKVPoolHost.load_to_device_per_layer = load_layer
         MHATokenToKVPoolHost.backup_from_device_all_layer = backup_layers
         named: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}

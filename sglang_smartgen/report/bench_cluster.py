@@ -42,13 +42,14 @@ from sglang_smartgen.report.trial import (
 SEED = 5
 REQUEST_S = 240.0
 ROUTER_S = 120.0
-# SGLang's full router: a request that meets a dead server is sent again, and after two failures
-# nothing more goes there. It asks for the model's name, since /health waits behind a long prefill.
+# SGLang's full router: a request that meets a dead server is sent again, and nothing more goes
+# there once its checks have failed. They ask for the model's name, since /health waits behind a
+# long prefill. Its circuit breaker would take the decode server that reports a dead prefill for
+# broken.
 ROUTER = (
-    *("--policy", "random", "--health-check-endpoint", "/model_info"),
-    *("--health-check-interval-secs", "5", "--health-success-threshold", "1"),
-    *("--worker-startup-check-interval", "1"),
-    *("--cb-failure-threshold", "2", "--cb-timeout-duration-secs", "600"),
+    *("--policy", "random", "--disable-circuit-breaker", "--worker-startup-check-interval", "1"),
+    *("--health-check-endpoint", "/model_info", "--health-check-interval-secs", "2"),
+    *("--health-success-threshold", "1", "--health-failure-threshold", "2"),
 )
 
 

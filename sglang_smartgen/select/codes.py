@@ -71,7 +71,8 @@ def signed_sums(numbers: Tensor, code: Tensor) -> Tensor:
     if code.is_cuda:
         return device_sums(numbers, code)
     out = numbers.new_empty((*numbers.shape[:2], code.shape[0]))
-    code_loops.signed_sums(numbers.contiguous().numpy(), code.numpy().view(np.uint8), out.numpy())
+    octets = (code if code.stride(-1) == 1 else code.contiguous()).numpy().view(np.uint8)
+    code_loops.signed_sums(numbers.contiguous().numpy(), octets, out.numpy())
     return out
 
 

@@ -245,7 +245,7 @@ def test_a_scheduler_without_the_plugin_ends(capsys: pytest.CaptureFixture[str])
 def test_the_cpu_host_hooks_are_not_laid_in_a_patched_sglang(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(cpu_host.STATUS_ENV, "{}")
+    monkeypatch.setenv(cpu_host.STATUS_ENV, '{"cpu engine": "applied"}')
     monkeypatch.setattr(cpu_host, "state_here", lambda: "patched")
     assert cpu_host.hooks() == []
     monkeypatch.setattr(cpu_host, "state_here", lambda: "pristine")

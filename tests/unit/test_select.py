@@ -128,6 +128,8 @@ def test_signed_sums_are_exact_and_their_paths_agree() -> None:
         # Columns of the metadata, with the size behind them, are read as they lie.
         wide = torch.cat((code, code[..., :1]), -1)
         assert torch.equal(signed_sums(floats, wide[..., :-1]), signed_sums(floats, code))
+        across = code.movedim(-1, 0).contiguous().movedim(0, -1)
+        assert torch.equal(signed_sums(floats, across), signed_sums(floats, code))
 
 
 def test_hata_score_without_numpy_popcount_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
