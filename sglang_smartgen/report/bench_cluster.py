@@ -1,8 +1,8 @@
 """`smartgen bench cluster`: several prefill or decode servers behind one router, under load.
 
 Half of the requests are asked with every server up; where there are several prefill servers one is
-then killed (SIGKILL). What it was serving may fail; every other answer must be right, and all must
-be given back.
+then killed (SIGKILL). The router sends again what it was serving, and what still fails is told with
+its cause; every answer must be right, and all must be given back.
 """
 
 from __future__ import annotations
