@@ -18,11 +18,6 @@ import msgspec
 import numpy as np
 import pytest
 
-# Mooncake reads its environment when the first engine of the process starts.
-os.environ["MC_FORCE_TCP"] = "1"
-os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"] = "2"
-os.environ["MC_TCP_STATUS_TIMEOUT_SEC"] = "2"
-
 from sglang_smartgen.transfer.fake import FakeNetwork, FakeTransport
 from sglang_smartgen.transfer.mooncake import MooncakeTransport
 from sglang_smartgen.transfer.rails import nixl_agent
