@@ -31,8 +31,8 @@ def observed_importance(
     queries: [w, Hq, D] post-RoPE, the i-th at position `first + i` (default: the last w tokens).
     keys: [n, Hkv, D] post-RoPE. A query selects, per KV head, the `k` entries with the largest sum
     of the group's softmax probabilities among the tokens up to its own position; ties at the edge
-    count all. The last query counts 1, the i-th from the end 1/i. scaling: of the logits. Any floating dtype; computed in float32. Raises ValueError
-    for shapes that do not fit or `k < 1`.
+    count all. The last query counts 1, the i-th from the end 1/i. scaling: of the logits. Any
+    floating dtype; computed in float32. Raises ValueError for shapes that do not fit or `k < 1`.
     """
     if k < 1:
         raise ValueError(f"k is {k}; it must be at least 1")
@@ -62,8 +62,8 @@ def _masses(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield the group's summed softmax probabilities, float32 [queries, n], in pieces.
 
-    With each goes the number of its first query. A piece is one KV head and as many queries as stay in the processor's cache; the sizes that are
-    cut into pieces once cost twice the time in one.
+    With each goes the number of its first query. A piece is one KV head and as many queries as stay
+    in the processor's cache; the sizes that are cut into pieces once cost twice the time in one.
     """
     w, q_heads, dim = queries.shape
     n, kv_heads, _ = keys.shape
