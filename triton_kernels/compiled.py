@@ -2,8 +2,8 @@
 
 A loop does in one pass, without temporaries, what torch or numpy need several for. The signatures
 are given, so nothing is compiled in the middle of a request, and the code is kept on disk beside
-the module for the next start. numba is imported only here and only by modules with such loops: on
-a GPU none of them is needed.
+the module for the next start. numba is imported only here and only by modules with such loops;
+the kernels on a GPU do without them.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from sglang_smartgen.core.split import SplitIndex, split_index
 from sglang_smartgen.engine.decode_room import DecodeRoom
 from sglang_smartgen.engine.decode_side import DecodeSide
 from sglang_smartgen.transfer.arena import Slab
+from sglang_smartgen.transfer.entries import place_entries, words
 from sglang_smartgen.transfer.remote_lane import Ask, Ticket
 from sglang_smartgen.triton_kernels import gather_rows
 
@@ -199,9 +200,7 @@ class Lanes:
                 keys.zero_()
                 values.zero_()
             else:
-                rows, head, column = self.keep(layer, want)
-                keys[head, column] = rows[:, 0]
-                values[head, column] = rows[:, 1]
+                self.keep(layer, want, keys, values)
 
     def return_slab(self, slab: Slab, remote: list[Wanted], doubtful: Collection[int]) -> None:
         """The slab is free again, or rests for as long as late bytes may reach it.
@@ -214,23 +213,29 @@ class Lanes:
         else:
             self._side.arena.give_back(slab)
 
-    def keep(self, layer: int, want: Wanted) -> tuple[Tensor, Tensor, Tensor]:
+    def keep(
+        self, layer: int, want: Wanted, keys: Tensor | None = None, values: Tensor | None = None
+    ) -> None:
         """Put what has arrived for a request into the pool, where it is local from now on.
 
-        Returns the rows [n, 2, head_dim] in the arena, with KV head and column of each.
+        keys, values: [kv_heads, k, head_dim], where it is put too, at its columns.
         """
         g = self._geometry
         assert want.split is not None
         found = want.split.remote[0]
         total = int(found.sum())
-        rows = self._side.arena.memory.tensor(want.arena_offset, (total, 2, g.head_dim), g.dtype)
-        # Row n of the run belongs to head[n], at column order[head, n - first of the head].
-        head = torch.repeat_interleave(torch.arange(g.kv_heads), found)
-        nth = torch.arange(total) - (found.cumsum(0) - found)[head]
-        column = want.split.order[0][head, nth]
-        position = want.split.reordered[0][head, nth]
-        slot = want.room.slots[position]
-        self._side.facts.keys[layer][slot, head] = rows[:, 0]
-        self._side.facts.values[layer][slot, head] = rows[:, 1]
-        want.room.held[g.sparse_layers.index(layer)][head, position] = LOCAL
-        return rows, head, column
+        run = self._side.arena.memory.tensor(want.arena_offset, (total, 2, g.head_dim), g.dtype)
+        if keys is None or values is None:
+            keys = values = run.new_empty((g.kv_heads, 0, g.head_dim))
+        place_entries(
+            words(run),
+            found.numpy(),
+            want.split.reordered[0].numpy(),
+            want.split.order[0].numpy(),
+            want.room.slots.numpy(),
+            words(self._side.facts.keys[layer]),
+            words(self._side.facts.values[layer]),
+            want.room.held[g.sparse_layers.index(layer)].numpy(),
+            words(keys),
+            words(values),
+        )

@@ -16,10 +16,8 @@ import threading
 import time
 from collections.abc import Callable
 
-import numpy as np
-import torch
-
 from sglang_smartgen.transfer.bounce import BounceBuffer
+from sglang_smartgen.transfer.entries import Entries
 from sglang_smartgen.transfer.filler import Filler
 from sglang_smartgen.transfer.messages import (
     Endpoint,
@@ -40,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 Reply = Callable[[Endpoint, Message], None]
 Served = Fetch | Grant | Release
+_Asked = tuple[FetchItem, StoreEntry, Entries]
 BOUNCE_BYTES = 1 << 20
 MAX_FETCH_BYTES = 4 << 30
 """No batch misses more in a layer; whoever asks for more wants our memory."""
@@ -195,28 +194,33 @@ class FetchServer:
         entry_bytes = self._store.geometry.entry_bytes
         failures: list[tuple[int, str]] = []
         spans: list[Span] = []
-        served: list[tuple[FetchItem, StoreEntry]] = []
-        fitting: list[tuple[FetchItem, StoreEntry, int]] = []
+        served: list[_Asked] = []
+        fitting: list[_Asked] = []
         total = 0
         for item, entry in acquired:
-            size = sum(len(p) for p in item.positions) // 4 * entry_bytes
+            try:
+                wanted = Entries.of(item.positions)
+            except ValueError as error:
+                failures.append((item.room, str(error)))
+                continue
+            size = wanted.count * entry_bytes
             if item.arena_offset < 0 or item.arena_offset + size > decode.arena_bytes:
                 failures.append((item.room, f"arena offset {item.arena_offset} is out of range"))
             elif total + size > min(decode.arena_bytes, MAX_FETCH_BYTES):
                 failures.append((item.room, f"malformed: {size} bytes more in one fetch"))
             else:
-                fitting.append((item, entry, size))
+                fitting.append((item, entry, wanted))
                 total += size
         self._bounce.ensure(total)
         at = 0
-        for item, entry, size in fitting:
-            problem = self._gather(entry, layer, item, at)
+        for item, entry, wanted in fitting:
+            problem = self._gather(entry, layer, wanted, at)
             if problem is not None:
                 failures.append((item.room, problem))
                 continue
-            source = self._bounce.address + at
+            source, size = self._bounce.address + at, wanted.count * entry_bytes
             spans.append(Span(source, decode.arena + item.arena_offset, size))
-            served.append((item, entry))
+            served.append((item, entry, wanted))
             at += size
         late = False
         if spans:
@@ -225,41 +229,27 @@ class FetchServer:
             if handle.wait(self._timeout_s) is WriteState.DONE:
                 self.bytes_on_demand += sum(span.length for span in spans)
                 late = handle.late
-                for item, entry in served:
-                    _mark(entry, layer, item)
+                for item, entry, wanted in served:
+                    # What D has fetched, it keeps: it leaves the residual.
+                    entry.residual.mark_entries(layer, wanted)
                     if late:
                         self._doubt(item.room, item.generation)
             else:
                 cause = handle.error or f"not complete after {self._timeout_s} s"
-                failures += [(item.room, f"fetch write failed: {cause}") for item, _ in served]
-                for item, _ in served:
+                failures += [(item.room, f"fetch write failed: {cause}") for item, *_ in served]
+                for item, *_ in served:
                     self._doubt(item.room, item.generation)
                 self._bounce.retire(decode.session)
         return failures, late
 
-    def _gather(self, entry: StoreEntry, layer: int, item: FetchItem, at: int) -> str | None:
-        """Gather an item to byte `at` of the bounce buffer; a sentence when it is nonsense."""
+    def _gather(self, entry: StoreEntry, layer: int, wanted: Entries, at: int) -> str | None:
+        """Gather entries to byte `at` of the bounce buffer; a sentence when they are nonsense."""
         g = self._store.geometry
-        if not 0 <= layer < g.layers or len(item.positions) != g.kv_heads:
-            return f"layer {layer} with {len(item.positions)} KV heads does not fit this model"
-        for head, packed in enumerate(item.positions):
-            if not packed:
-                continue
-            if len(packed) % 4:
-                return f"positions of KV head {head} are {len(packed)} bytes, no int32 array"
-            positions = torch.from_numpy(np.frombuffer(packed, dtype=np.int32).astype(np.int64))
-            if int(positions.min()) < 0 or int(positions.max()) >= entry.captured[layer]:
-                return f"a position is outside the {entry.captured[layer]} tokens of the prompt"
-            count = positions.numel()
-            out = self._bounce.tensor(at, (count, 2, g.head_dim), g.dtype)
-            entry.gather(layer, head, positions, out)
-            at += count * g.entry_bytes
+        if not 0 <= layer < g.layers or len(wanted.bounds) != g.kv_heads + 1:
+            heads = len(wanted.bounds) - 1
+            return f"layer {layer} with {heads} KV heads does not fit this model"
+        if not wanted.inside(entry.captured[layer]):
+            return f"a position is outside the {entry.captured[layer]} tokens of the prompt"
+        out = self._bounce.tensor(at, (wanted.count, 2, g.head_dim), g.dtype)
+        entry.gather(layer, wanted, out)
         return None
-
-
-def _mark(entry: StoreEntry, layer: int, item: FetchItem) -> None:
-    """What D has fetched, it keeps: it leaves the residual."""
-    for head, packed in enumerate(item.positions):
-        if packed:
-            positions = torch.from_numpy(np.frombuffer(packed, dtype=np.int32).astype(np.int64))
-            entry.residual.mark_entries(layer, head, positions)

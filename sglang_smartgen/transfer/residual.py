@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sglang_smartgen.core.geometry import KVGeometry
+from sglang_smartgen.transfer.entries import Entries, mark_entries
 
 
 class Portion(msgspec.Struct):
@@ -44,9 +45,10 @@ class Residual:
         """These tokens of a layer are on D, all KV heads; int64 [n]."""
         self._sent[layer * self._prompt_len + tokens] = True
 
-    def mark_entries(self, layer: int, head: int, positions: Tensor) -> None:
-        """Entries of one KV head are on D; positions int64 [n]."""
-        self._sent[layer * self._prompt_len + positions, head] = True
+    def mark_entries(self, layer: int, entries: Entries) -> None:
+        """These entries of a layer are on D."""
+        first = layer * self._prompt_len
+        mark_entries(self._sent.numpy(), first, entries.positions, entries.bounds)
 
     def set_order(self, codes: Tensor) -> None:
         """Order of what is to be sent: int64 [n] codes `layer * prompt_len + token`, best first.

@@ -22,6 +22,7 @@ from sglang_smartgen.core.geometry import KVGeometry
 from sglang_smartgen.core.mask import REMOTE
 from sglang_smartgen.core.ranges import RangeAllocator
 from sglang_smartgen.select.base import Selector
+from sglang_smartgen.transfer.entries import Entries, gather_entries, words
 from sglang_smartgen.transfer.region import SharedRegion
 from sglang_smartgen.transfer.residual import Portion, Residual
 from sglang_smartgen.transfer.spans import Tokens, spans_for_slots
@@ -111,13 +112,12 @@ class StoreEntry:
         ]
         return b"".join(layer_checksums(*sides).tobytes() for sides in whole)
 
-    def gather(self, layer: int, head: int, positions: Tensor, out: Tensor) -> None:
-        """Copy entries of one KV head to `out` [n, 2, head_dim], K and V side by side.
+    def gather(self, layer: int, wanted: Entries, out: Tensor) -> None:
+        """Copy entries of a layer to `out` [n, 2, head_dim], K and V side by side.
 
-        positions: int64 [n], each in `[0, prompt_len)`.
+        Each position is in `[0, prompt_len)`.
         """
-        out[:, 0] = self.kv[layer, 0, :, head].index_select(0, positions)
-        out[:, 1] = self.kv[layer, 1, :, head].index_select(0, positions)
+        gather_entries(words(self.kv[layer]), wanted.positions, wanted.bounds, words(out))
 
     def gather_portion(self, portion: Portion, out: Tensor) -> None:
         """Copy a portion of the residual to the bytes `out`: K of its tokens, V, then entries.

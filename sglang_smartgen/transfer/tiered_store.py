@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sglang_smartgen.transfer.entries import Entries
 from sglang_smartgen.transfer.residual import Portion
 from sglang_smartgen.transfer.spans import Tokens, spans_for_slots
 from sglang_smartgen.transfer.store import PrefillStore, StoreEntry
@@ -83,13 +84,15 @@ class TieredEntry(StoreEntry):
         own = tokens[cut:] - pages.count
         return theirs + super().spans(layer, side, row_bytes, there, own, slots[cut:])
 
-    def gather(self, layer: int, head: int, positions: Tensor, out: Tensor) -> None:
+    def gather(self, layer: int, wanted: Entries, out: Tensor) -> None:
         """See StoreEntry."""
         if self.pages is None:
-            super().gather(layer, head, positions, out)
+            super().gather(layer, wanted, out)
             return
+        positions = torch.from_numpy(wanted.positions.astype(np.int64))
         layers = torch.full_like(positions, layer)
-        heads = torch.full_like(positions, head)
+        heads = torch.arange(len(wanted.bounds) - 1)
+        heads = heads.repeat_interleave(torch.from_numpy(np.diff(wanted.bounds)))
         for side in (0, 1):
             self._pick(side, layers, positions, heads, out[:, side])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from asked_entries import asked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,7 +75,8 @@ def test_bits_survive_the_way_from_store_to_pool(
     for layer in g.sparse_layers:
         for head in range(g.kv_heads):
             gone = torch.rand(tokens, generator=made) < 0.3
-            entry.residual.mark_entries(layer, head, gone.nonzero().flatten())
+            fetched = gone.nonzero().flatten().tolist()
+            entry.residual.mark_entries(layer, asked(g.kv_heads, {head: fetched}))
             for side in range(2):
                 wanted[side, layer, slots[~gone], head] = entry.kv[layer, side, ~gone, head]
     entry.residual.set_order(torch.randperm(g.layers * tokens, generator=made))
@@ -97,7 +99,7 @@ def test_what_is_placed_is_local_and_nothing_else(
     g: KVGeometry, tokens: int, seed: int, most: int
 ) -> None:
     entry, room = make_entry(g, tokens, seed), make_room(g, torch.arange(tokens))
-    entry.residual.mark_entries(g.sparse_layers[0], 0, torch.tensor([0]))
+    entry.residual.mark_entries(g.sparse_layers[0], asked(g.kv_heads, {0: [0]}))
     entry.residual.set_order(torch.arange(g.layers * tokens).flip(0))
     pool = torch.zeros((2, g.layers, tokens, g.kv_heads, g.head_dim), dtype=g.dtype)
     portion = entry.residual.take(most)

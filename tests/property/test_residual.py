@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from asked_entries import asked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -50,7 +51,7 @@ def test_nothing_is_lost_or_doubled(script: list[tuple]) -> None:
             there |= set(range(first, last))
         elif kind == "entries":
             at, head, wanted = values
-            residual.mark_entries(at, head, torch.tensor(wanted, dtype=torch.int64))
+            residual.mark_entries(at, asked(HEADS, {head: wanted}))
             there |= {(at * TOKENS + token) * HEADS + head for token in wanted}
         elif kind == "order":
             residual.set_order(torch.tensor(values[0], dtype=torch.int64))
@@ -89,7 +90,7 @@ def test_the_order_is_kept_and_the_rest_follows_it(order: list[int], named: int,
 def test_what_a_fetch_took_of_a_token_leaves_single_entries() -> None:
     residual = Residual(GEOMETRY, TOKENS)
     residual.set_order(torch.tensor([5, TOKENS + 1]))
-    residual.mark_entries(0, 1, torch.tensor([5]))
+    residual.mark_entries(0, asked(HEADS, {1: [5]}))
     portion = residual.take(2 * HEADS)
     assert portion is not None
     assert portion.tokens.tolist() == [TOKENS + 1] and portion.entries.tolist() == [5 * HEADS]

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from asked_entries import asked
 
 from sglang_smartgen.core.geometry import KVGeometry
 from sglang_smartgen.transfer.region import SharedRegion
@@ -88,7 +89,7 @@ def test_a_residual_goes_on_where_the_other_one_stopped() -> None:
     residual = Residual(geometry, length)
     residual.mark_tokens(0, torch.arange(length))
     residual.mark_tokens(1, torch.arange(length))
-    residual.mark_entries(2, 1, torch.tensor([0, 36]))
+    residual.mark_entries(2, asked(3, {1: [0, 36]}))
     residual.set_order(torch.randperm(4 * length, generator=torch.Generator().manual_seed(1)))
     assert residual.take(30) is not None
     other = Residual.restored(geometry, length, *residual.packed())

@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from asked_entries import asked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -235,13 +236,13 @@ def test_an_entry_may_be_opened_for_its_users() -> None:
 
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.integers(0, 49), max_size=12), st.integers(0, LAYERS - 1), st.booleans())
-def test_gather_returns_the_asked_rows_in_order(asked: list[int], layer: int, upper: bool) -> None:
+def test_gather_returns_the_asked_rows_in_order(tokens: list[int], layer: int, upper: bool) -> None:
     keys, values = pools()
     entry = opened(new_store(), tokens=50)
     slots = torch.arange(100, 150).flip(0)
     entry.capture(layer, slots, keys[layer], values[layer], 50)
-    out = torch.full((len(asked), 2, DIM), -7, dtype=torch.bfloat16)
-    positions = torch.tensor(asked, dtype=torch.int64)
-    entry.gather(layer, int(upper), positions, out)
+    out = torch.full((len(tokens), 2, DIM), -7, dtype=torch.bfloat16)
+    positions = torch.tensor(tokens, dtype=torch.int64)
+    entry.gather(layer, asked(HEADS, {int(upper): tokens}), out)
     assert same_bits(out[:, 0], keys[layer][slots[positions], int(upper)])
     assert same_bits(out[:, 1], values[layer][slots[positions], int(upper)])

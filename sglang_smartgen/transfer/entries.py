@@ -1,0 +1,130 @@
+"""Entries of one layer as a fetch names them, and the loops that move them on CPU tensors.
+
+An entry is K and V of one token and KV head; a run of them is `[n, 2, head_dim]`, ascending by KV
+head. A step that fetches in every layer moves few entries at a time, some thirty times on P and
+again on D, so the work of a call is what counts: one loop in the place of some twenty tensor
+operations. The loops move words, not numbers, so every dtype is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sglang_smartgen.triton_kernels.compiled import compiled
+
+Words = NDArray[Any]
+_WORDS = ("int64", "uint8")
+
+
+class Entries(msgspec.Struct, frozen=True):
+    """positions: int32 [n]; KV head h has those from `bounds[h]` to `bounds[h + 1]`."""
+
+    positions: NDArray[np.int32]
+    bounds: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, packed: Sequence[bytes]) -> Entries:
+        """Entries of a FetchItem: an int32 array for each KV head. Raises ValueError otherwise."""
+        for head, part in enumerate(packed):
+            if len(part) % 4:
+                raise ValueError(
+                    f"positions of KV head {head} are {len(part)} bytes, no int32 array"
+                )
+        bounds = np.zeros(len(packed) + 1, np.int64)
+        np.cumsum([len(part) // 4 for part in packed], out=bounds[1:])
+        return cls(np.frombuffer(bytearray().join(packed), np.int32), bounds)
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.positions)
+
+    def inside(self, tokens: int) -> bool:
+        """Whether every position is one of the first `tokens`."""
+        # As unsigned numbers negative ones are larger than any position.
+        return not self.count or int(self.positions.view(np.uint32).max()) < tokens
+
+
+def words(rows: Tensor) -> Words:
+    """A contiguous CPU tensor as words of 8 bytes, or of one where a row is no whole number."""
+    row_bytes = rows.shape[-1] * rows.element_size()
+    return rows.view(torch.int64 if row_bytes % 8 == 0 else torch.uint8).numpy()
+
+
+def _each(signature: str) -> list[str]:
+    return [signature.replace("word", word) for word in _WORDS]
+
+
+@compiled(*_each("void(word[:,:,:,::1], int32[::1], int64[::1], word[:,:,::1])"))
+def gather_entries(
+    kv: Words, positions: NDArray[np.int32], bounds: NDArray[np.int64], out: Words
+) -> None:
+    """Copy entries of a layer's K and V [2, tokens, H, W] to the run `out` [n, 2, W]."""
+    for h in range(len(bounds) - 1):
+        for i in range(bounds[h], bounds[h + 1]):
+            token = positions[i]
+            for word in range(out.shape[2]):
+                out[i, 0, word] = kv[0, token, h, word]
+            for word in range(out.shape[2]):
+                out[i, 1, word] = kv[1, token, h, word]
+
+
+@compiled("void(boolean[:,::1], int64, int32[::1], int64[::1])")
+def mark_entries(
+    sent: NDArray[np.bool_], first: int, positions: NDArray[np.int32], bounds: NDArray[np.int64]
+) -> None:
+    """Set `sent` [tokens, H] for the entries of the layer that begins at row `first`."""
+    for h in range(len(bounds) - 1):
+        for i in range(bounds[h], bounds[h + 1]):
+            sent[first + positions[i], h] = True
+
+
+@compiled(
+    *_each(
+        "void(word[:,:,::1], int64[::1], int64[:,::1], int64[:,::1], int64[::1],"
+        " word[:,:,::1], word[:,:,::1], int8[:,::1], word[:,:,::1], word[:,:,::1])"
+    )
+)
+def place_entries(
+    run: Words,
+    counts: NDArray[np.int64],
+    position: NDArray[np.int64],
+    column: NDArray[np.int64],
+    slots: NDArray[np.int64],
+    keys: Words,
+    values: Words,
+    held: NDArray[np.int8],
+    keys_out: Words,
+    values_out: Words,
+) -> None:
+    """Put a run [n, 2, W] into the pool and at its place among what a step has gathered.
+
+    KV head h has the next `counts[h]` entries: at `position` [H, k] of the prompt, whose pool slots
+    are `slots` [tokens], and at `column` [H, k] of `keys_out` and `values_out` [H, k, W], which may
+    be empty. keys, values: [pool_slots, H, W]. held: [H, tokens], 1 for each from now on.
+    """
+    wanted = keys_out.shape[1] > 0
+    i = 0
+    for h in range(len(counts)):
+        for j in range(counts[h]):
+            token = position[h, j]
+            slot = slots[token]
+            for word in range(run.shape[2]):
+                keys[slot, h, word] = run[i, 0, word]
+            for word in range(run.shape[2]):
+                values[slot, h, word] = run[i, 1, word]
+            if wanted:
+                at = column[h, j]
+                for word in range(run.shape[2]):
+                    keys_out[h, at, word] = run[i, 0, word]
+                for word in range(run.shape[2]):
+                    values_out[h, at, word] = run[i, 1, word]
+            held[h, token] = 1
+            i += 1
