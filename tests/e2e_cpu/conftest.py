@@ -42,22 +42,25 @@ class Pairs:
         self._key = ""
         self.running: Cluster | None = None
 
-    def get(self, **named: Any) -> Cluster:
-        """The running pair of these keywords of `Cluster`; another one is stopped first."""
-        if self.running is not None and self._key == repr(named):
+    def get(self, *, model: Path | None = None, **named: Any) -> Cluster:
+        """The running pair of these keywords of `Cluster`; another one is stopped first.
+
+        model: another one than the small real model.
+        """
+        key = repr((model, named))
+        if self.running is not None and self._key == key:
             try:
                 self.running.check()
                 return self.running
             except ClusterError:
                 pass  # a test killed it
         self.stop()
-        key = repr(named)
         if named.get("config") is not None:
             more = json.loads(os.environ.get("SMARTGEN_E2E_CONFIG", "{}"))
             named = {**named, "config": {**more, **named["config"]}}
             if named.get("decode_config") is not None:
                 named["decode_config"] = {**more, **named["decode_config"]}
-        cluster = Cluster(self._model, log_dir=self._logs.mktemp("pair"), **named)
+        cluster = Cluster(model or self._model, log_dir=self._logs.mktemp("pair"), **named)
         cluster.start()
         self._key, self.running = key, cluster
         return cluster

@@ -9,7 +9,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,22 +54,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture(scope="module")
-def cluster(
-    pairs: Pairs, folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Cluster]:
-    pairs.stop()
-    with Cluster(
-        folder,
+@pytest.fixture
+def cluster(pairs: Pairs, folder: Path) -> Cluster:
+    return pairs.get(
+        model=folder,
         config=CONFIG,
-        log_dir=tmp_path_factory.mktemp("tp-logs"),
         prefill_args=["--skip-tokenizer-init"],
         decode_args=["--skip-tokenizer-init"],
         max_total_tokens=4000,
         env={"TORCHDYNAMO_DISABLE": "1"},  # compiling the embedding of a rank takes long
         tp_size=RANKS,
-    ) as running:
-        yield running
+    )
 
 
 def ranks(cluster: Cluster, role: str) -> list[dict[str, Any]]:
