@@ -49,12 +49,13 @@ def pick(
     best: Link | None = None
     best_s = 0.0
     closed = False
+    trial = backlog > TRIAL_BACKLOG and priority > Priority.ON_DEMAND
     for link in links:
         if link.is_open(priority):
-            if backlog > TRIAL_BACKLOG and priority > Priority.ON_DEMAND and link.is_stale(now):
+            if trial and link.is_stale(now):
                 return link
-            size = min(backlog, link.slice_bytes(priority)) if length is None else length
-            finish = link.finish_s(size, now)
+            size = length or link.slice_bytes(priority)
+            finish = link.finish_s(size if size < backlog else backlog, now)
             if best is None or finish < best_s:
                 best, best_s = link, finish
         else:

@@ -74,8 +74,10 @@ class Link:
         """Length of the next slice for this link."""
         if not self.speed.measured:
             return SLICE_BYTES
-        wanted = self.speed.bandwidth * SLICE_S[priority]
-        return int(min(max(wanted, SLICE_BYTES), self.largest))
+        wanted = int(self.speed.bandwidth * SLICE_S[priority])
+        if wanted < SLICE_BYTES:
+            return SLICE_BYTES
+        return wanted if wanted < self.largest else self.largest
 
     def is_open(self, priority: Priority) -> bool:
         """Whether a slice of this priority may be handed to the rail now.
@@ -87,9 +89,11 @@ class Link:
         if priority is Priority.SPECULATIVE:
             return self.queued <= speed.bandwidth * speed.b0
         before = sum(self.by_priority[: priority + 1])
+        if before == 0:
+            return True
         if not speed.measured:
             return before < SLICE_BYTES
-        return before == 0 or before < min(speed.bandwidth * (self.window_s + speed.b0), MOST_AHEAD)
+        return before < MOST_AHEAD and before < speed.bandwidth * (self.window_s + speed.b0)
 
     def finish_s(self, length: int, now: float) -> float:
         """Predicted seconds until a slice of `length` bytes is there, if it is sent now."""
