@@ -7,8 +7,6 @@ it over the bus row by row, without a staging copy.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import torch
 import triton
@@ -23,13 +21,13 @@ from sglang_smartgen.triton_kernels._dispatch import (
     power_of_two,
     use_triton,
 )
+from sglang_smartgen.triton_kernels.second_thread import side_by_side
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 _TILE = 4096  # words a program moves
 # Bytes of K from which a CPU gathers V at the same time: reading rows all over a pool waits for
 # memory rather than for bandwidth. Below, waking the second thread would take as long as the work.
 _TWO_THREADS = 1 << 20
-_second = ThreadPoolExecutor(1, thread_name_prefix="smartgen-gather")  # owned by nobody; idle
 
 
 def gather_rows(
@@ -113,9 +111,7 @@ def _cpu_path(pools: tuple[Tensor, Tensor], slots: Tensor, out: tuple[Tensor, Te
         _take(pools[0], flat, out[0])
         _take(pools[1], flat, out[1])
     elif size:
-        values = _second.submit(_take, pools[1], flat, out[1])
-        _take(pools[0], flat, out[0])
-        values.result()
+        side_by_side(lambda: _take(pools[0], flat, out[0]), lambda: _take(pools[1], flat, out[1]))
     if outside:
         gone = (slots < 0) | (slots >= size)
         for rows in out:

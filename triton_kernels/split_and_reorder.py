@@ -22,6 +22,9 @@ from sglang_smartgen.triton_kernels._dispatch import (
     mask_of_heads,
     use_triton,
 )
+from sglang_smartgen.triton_kernels.second_thread import side_by_side
+
+_TWO_THREADS = 1 << 16  # entries from which a CPU splits half of the batch on a second thread
 
 
 class SplitIndex(NamedTuple):
@@ -51,9 +54,7 @@ def split_and_reorder(index: Tensor, mask: Tensor) -> SplitIndex:
     if index.numel() == 0:
         counts.zero_()
     elif not use_triton(index):
-        from sglang_smartgen.triton_kernels.split_loop import split_rows
-
-        split_rows(*(x.numpy() for x in (mask, index, reordered, order, counts)))
+        _cpu_path(mask, index, reordered, order, counts)
     else:
         _split_and_reorder_kernel[(batch * heads,)](
             mask,
@@ -70,6 +71,24 @@ def split_and_reorder(index: Tensor, mask: Tensor) -> SplitIndex:
             BLOCK=block_size(k),
         )
     return SplitIndex(reordered, order, counts[0], counts[1])
+
+
+def _cpu_path(
+    mask: Tensor, index: Tensor, reordered: Tensor, order: Tensor, counts: Tensor
+) -> None:
+    from sglang_smartgen.triton_kernels.split_loop import split_rows
+
+    arrays = [x.numpy() for x in (mask, index, reordered, order)]
+    by_row = counts.numpy().swapaxes(0, 1)  # [B, 2, H]
+
+    def rows(part: slice) -> None:
+        split_rows(*(array[part] for array in arrays), by_row[part].swapaxes(0, 1))
+
+    half = len(index) // 2
+    if half and index.numel() >= _TWO_THREADS:
+        side_by_side(lambda: rows(slice(half)), lambda: rows(slice(half, None)))
+    else:
+        rows(slice(None))
 
 
 @triton.jit

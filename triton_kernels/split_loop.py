@@ -11,7 +11,7 @@ from sglang_smartgen.triton_kernels._dispatch import LOCAL, REMOTE
 from sglang_smartgen.triton_kernels.compiled import compiled
 
 
-@compiled("void(int8[:,:,:], int64[:,:,::1], int64[:,:,::1], int64[:,:,::1], int64[:,:,::1])")
+@compiled("void(int8[:,:,:], int64[:,:,::1], int64[:,:,::1], int64[:,:,::1], int64[:,:,:])")
 def split_rows(
     mask: NDArray[np.int8],
     index: NDArray[np.int64],

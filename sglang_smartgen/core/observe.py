@@ -26,7 +26,7 @@ PIECE = 1 << 18
 def observed_importance(
     queries: Tensor, keys: Tensor, k: int, scaling: float, first: int | None = None
 ) -> Tensor:
-    """Return how often each token is selected by the queries, late ones first: float32 [n].
+    """Return how much the queries select each token: float32 [n], 0 to Hkv * (1 + ... + 1/w).
 
     queries: [w, Hq, D] post-RoPE, the i-th at position `first + i` (default: the last w tokens).
     keys: [n, Hkv, D] post-RoPE. A query selects, per KV head, the `k` entries with the largest sum
@@ -38,7 +38,7 @@ def observed_importance(
         raise ValueError(f"k is {k}; it must be at least 1")
     n = keys.shape[0]
     w = queries.shape[0]
-    weights = 1.0 / torch.arange(w, 0, -1, device=keys.device)
+    weights = 1 / torch.arange(w, 0, -1, dtype=torch.float32, device=keys.device)
     counts = torch.zeros(n, dtype=torch.float32, device=keys.device)
     for begin, rows in _masses(queries, keys, scaling, first):
         weight = weights[begin : begin + rows.shape[0]]

@@ -200,7 +200,7 @@ class Lanes:
                 keys.zero_()
                 values.zero_()
             else:
-                self.keep(layer, want, keys, values)
+                self.keep(layer, want, (keys, values))
 
     def return_slab(self, slab: Slab, remote: list[Wanted], doubtful: Collection[int]) -> None:
         """The slab is free again, or rests for as long as late bytes may reach it.
@@ -213,20 +213,17 @@ class Lanes:
         else:
             self._side.arena.give_back(slab)
 
-    def keep(
-        self, layer: int, want: Wanted, keys: Tensor | None = None, values: Tensor | None = None
-    ) -> None:
+    def keep(self, layer: int, want: Wanted, out: tuple[Tensor, Tensor] | None = None) -> None:
         """Put what has arrived for a request into the pool, where it is local from now on.
 
-        keys, values: [kv_heads, k, head_dim], where it is put too, at its columns.
+        out: K and V [kv_heads, k, head_dim] of the request, where it is put too, at its columns.
         """
         g = self._geometry
         assert want.split is not None
         found = want.split.remote[0]
         total = int(found.sum())
         run = self._side.arena.memory.tensor(want.arena_offset, (total, 2, g.head_dim), g.dtype)
-        if keys is None or values is None:
-            keys = values = run.new_empty((g.kv_heads, 0, g.head_dim))
+        nowhere = run.new_empty((g.kv_heads, 0, g.head_dim))
         place_entries(
             words(run),
             found.numpy(),
@@ -236,6 +233,5 @@ class Lanes:
             words(self._side.facts.keys[layer]),
             words(self._side.facts.values[layer]),
             want.room.held[g.sparse_layers.index(layer)].numpy(),
-            words(keys),
-            words(values),
+            *map(words, out or (nowhere, nowhere)),
         )

@@ -3,7 +3,8 @@
 An entry is K and V of one token and KV head; a run of them is `[n, 2, head_dim]`, ascending by KV
 head. A step that fetches in every layer moves few entries at a time, some thirty times on P and
 again on D, so the work of a call is what counts: one loop in the place of some twenty tensor
-operations. The loops move words, not numbers, so every dtype is exact.
+operations. The loops move words, not numbers, so every dtype is exact. They check nothing: who
+calls them has made sure that heads, positions, columns and slots are inside.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sglang_smartgen.core.mask import LOCAL
 from sglang_smartgen.triton_kernels.compiled import compiled
 
 Words = NDArray[Any]
@@ -38,7 +40,7 @@ class Entries(msgspec.Struct, frozen=True):
                     f"positions of KV head {head} are {len(part)} bytes, no int32 array"
                 )
         bounds = np.zeros(len(packed) + 1, np.int64)
-        np.cumsum([len(part) // 4 for part in packed], out=bounds[1:])
+        np.cumsum([len(part) // 4 for part in packed], dtype=np.int64, out=bounds[1:])
         return cls(np.frombuffer(bytearray().join(packed), np.int32), bounds)
 
     @property
@@ -70,10 +72,10 @@ def gather_entries(
     for h in range(len(bounds) - 1):
         for i in range(bounds[h], bounds[h + 1]):
             token = positions[i]
-            for word in range(out.shape[2]):
-                out[i, 0, word] = kv[0, token, h, word]
-            for word in range(out.shape[2]):
-                out[i, 1, word] = kv[1, token, h, word]
+            for w in range(out.shape[2]):
+                out[i, 0, w] = kv[0, token, h, w]
+            for w in range(out.shape[2]):
+                out[i, 1, w] = kv[1, token, h, w]
 
 
 @compiled("void(boolean[:,::1], int64, int32[::1], int64[::1])")
@@ -108,7 +110,7 @@ def place_entries(
 
     KV head h has the next `counts[h]` entries: at `position` [H, k] of the prompt, whose pool slots
     are `slots` [tokens], and at `column` [H, k] of `keys_out` and `values_out` [H, k, W], which may
-    be empty. keys, values: [pool_slots, H, W]. held: [H, tokens], 1 for each from now on.
+    be empty. keys, values: [pool_slots, H, W]. held: [H, tokens], LOCAL for each from now on.
     """
     wanted = keys_out.shape[1] > 0
     i = 0
@@ -116,15 +118,15 @@ def place_entries(
         for j in range(counts[h]):
             token = position[h, j]
             slot = slots[token]
-            for word in range(run.shape[2]):
-                keys[slot, h, word] = run[i, 0, word]
-            for word in range(run.shape[2]):
-                values[slot, h, word] = run[i, 1, word]
+            for w in range(run.shape[2]):
+                keys[slot, h, w] = run[i, 0, w]
+            for w in range(run.shape[2]):
+                values[slot, h, w] = run[i, 1, w]
             if wanted:
                 at = column[h, j]
-                for word in range(run.shape[2]):
-                    keys_out[h, at, word] = run[i, 0, word]
-                for word in range(run.shape[2]):
-                    values_out[h, at, word] = run[i, 1, word]
-            held[h, token] = 1
+                for w in range(run.shape[2]):
+                    keys_out[h, at, w] = run[i, 0, w]
+                for w in range(run.shape[2]):
+                    values_out[h, at, w] = run[i, 1, w]
+            held[h, token] = LOCAL
             i += 1

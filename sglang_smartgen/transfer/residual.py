@@ -46,7 +46,7 @@ class Residual:
         self._sent[layer * self._prompt_len + tokens] = True
 
     def mark_entries(self, layer: int, entries: Entries) -> None:
-        """These entries of a layer are on D."""
+        """These entries of a layer are on D; not checked, see StoreEntry.gather."""
         first = layer * self._prompt_len
         mark_entries(self._sent.numpy(), first, entries.positions, entries.bounds)
 

@@ -115,7 +115,7 @@ class StoreEntry:
     def gather(self, layer: int, wanted: Entries, out: Tensor) -> None:
         """Copy entries of a layer to `out` [n, 2, head_dim], K and V side by side.
 
-        Each position is in `[0, prompt_len)`.
+        Not checked here: each position is in `[0, prompt_len)`, and the KV heads are the model's.
         """
         gather_entries(words(self.kv[layer]), wanted.positions, wanted.bounds, words(out))
 

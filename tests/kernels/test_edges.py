@@ -100,6 +100,17 @@ def test_many_rows_are_gathered_by_two_threads(leg: Leg, seed: str) -> None:
         assert torch.equal(a, b)
 
 
+def test_a_large_batch_is_split_by_two_threads(leg: Leg, seed: str) -> None:
+    if leg.name != "cpu":
+        pytest.skip("the CPU path alone has a second thread")
+    print(f"SMARTGEN_KERNEL_SEED={seed}")
+    source = Source(seed)
+    index = source.integers(-1, 9000, (3, 2, 12_000))
+    status = source.integers(0, 2, (3, 9000)).to(torch.int8)
+    assert index.numel() > operators.split_and_reorder.__globals__["_TWO_THREADS"]
+    check(leg, "split_and_reorder", index, status)
+
+
 def test_the_torch_version_equals_the_loops(seed: str) -> None:
     print(f"SMARTGEN_KERNEL_SEED={seed}")
     for number in range(100):

@@ -23,10 +23,10 @@ def random(shape: tuple[int, ...], dtype: torch.dtype, made: torch.Generator) ->
 @settings(deadline=None, max_examples=100)
 @given(
     st.sampled_from(DTYPES), st.integers(1, 4), st.sampled_from([1, 3, 8, 64]), st.integers(1, 40),
-    st.integers(0, 10**6),
+    st.integers(0, 10**6), st.booleans(),
 )  # fmt: skip
 def test_what_is_gathered_on_one_side_is_placed_on_the_other(
-    dtype: torch.dtype, heads: int, dim: int, tokens: int, seed: int
+    dtype: torch.dtype, heads: int, dim: int, tokens: int, seed: int, also_out: bool
 ) -> None:
     made = torch.Generator().manual_seed(seed)
     kv = random((2, tokens, heads, dim), dtype, made)
@@ -35,12 +35,14 @@ def test_what_is_gathered_on_one_side_is_placed_on_the_other(
     column = torch.stack([torch.randperm(k, generator=made) for _ in range(heads)])
     found = torch.randint(0, k + 1, (heads,), generator=made)
     wanted = asked(heads, {h: position[h, : found[h]].tolist() for h in range(heads)})
-    run = torch.empty((wanted.count, 2, dim), dtype=dtype)
+    around = random((wanted.count + 2, 2, dim), dtype, made)
+    run, canaries = around[1:-1], around[[0, -1]].view(torch.uint8).clone()
     gather_entries(words(kv), wanted.positions, wanted.bounds, words(run))
+    assert torch.equal(around[[0, -1]].view(torch.uint8), canaries)
 
     slots = torch.randperm(2 * tokens, generator=made)[:tokens]
     pool = [random((2 * tokens, heads, dim), dtype, made) for _ in range(2)]
-    out = [random((heads, k, dim), dtype, made) for _ in range(2)]
+    out = [random((heads, k if also_out else 0, dim), dtype, made) for _ in range(2)]
     held = torch.full((heads, tokens), 2, dtype=torch.int8)
     pool_wanted, out_wanted = ([t.clone() for t in pair] for pair in (pool, out))
     held_wanted = held.clone()
@@ -49,7 +51,8 @@ def test_what_is_gathered_on_one_side_is_placed_on_the_other(
             token = int(position[h, j])
             for side in (0, 1):
                 pool_wanted[side][slots[token], h] = kv[side, token, h]
-                out_wanted[side][h, column[h, j]] = kv[side, token, h]
+                if also_out:
+                    out_wanted[side][h, column[h, j]] = kv[side, token, h]
             held_wanted[h, token] = 1
     place_entries(
         words(run),
@@ -68,5 +71,6 @@ def test_entries_of_the_wire() -> None:
     assert wanted.positions.tolist() == [3, 1, 9] and wanted.bounds.tolist() == [0, 2, 2, 3]
     assert wanted.inside(10) and not wanted.inside(9)
     assert not asked(1, {0: [-1]}).inside(10) and asked(2, {}).inside(0)
+    assert Entries.of([]).bounds.tolist() == [0]
     with pytest.raises(ValueError, match="KV head 1 are 3 bytes, no int32 array"):
         Entries.of([b"", b"abc"])

@@ -54,7 +54,7 @@ def pick(
         if link.is_open(priority):
             if trial and link.is_stale(now):
                 return link
-            size = length or link.slice_bytes(priority)
+            size = link.slice_bytes(priority) if length is None else length
             finish = link.finish_s(size if size < backlog else backlog, now)
             if best is None or finish < best_s:
                 best, best_s = link, finish
