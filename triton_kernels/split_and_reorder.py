@@ -78,11 +78,12 @@ def _cpu_path(
 ) -> None:
     from sglang_smartgen.triton_kernels.split_loop import split_rows
 
-    arrays = [x.numpy() for x in (mask, index, reordered, order)]
-    by_row = counts.numpy().swapaxes(0, 1)  # [B, 2, H]
+    status, entries, placed, columns, found = (
+        x.numpy() for x in (mask, index, reordered, order, counts)
+    )
 
     def rows(part: slice) -> None:
-        split_rows(*(array[part] for array in arrays), by_row[part].swapaxes(0, 1))
+        split_rows(status[part], entries[part], placed[part], columns[part], found[:, part])
 
     half = len(index) // 2
     if half and index.numel() >= _TWO_THREADS:

@@ -105,8 +105,8 @@ def test_a_large_batch_is_split_by_two_threads(leg: Leg, seed: str) -> None:
         pytest.skip("the CPU path alone has a second thread")
     print(f"SMARTGEN_KERNEL_SEED={seed}")
     source = Source(seed)
-    index = source.integers(-1, 9000, (3, 2, 12_000))
-    status = source.integers(0, 2, (3, 9000)).to(torch.int8)
+    index = source.integers(-1, 9001, (3, 2, 12_000))
+    status = source.integers(0, 3, (3, 9000)).to(torch.int8)
     assert index.numel() > operators.split_and_reorder.__globals__["_TWO_THREADS"]
     check(leg, "split_and_reorder", index, status)
 
