@@ -11,7 +11,6 @@ import argparse
 import json
 import random
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -122,22 +121,22 @@ def _trial(
     args: argparse.Namespace, cluster: Cluster, asked: list[Question], log: Console
 ) -> dict[str, Any]:
     before = wait_until_idle(cluster)
+    half = args.requests // 2
     trial, killed = Trial(cluster), None
-    chance, places = random.Random(SEED), threading.Semaphore(args.concurrency)
     met: list[Asked] = []
     with Progress(console=log, transient=True) as progress:
         task = progress.add_task("cluster", total=args.requests)
-        for number in range(args.requests):
-            if number == args.requests // 2 and len(cluster.prefills) > 1:
+
+        def step(number: int) -> None:
+            nonlocal killed, met
+            if number == half and len(cluster.prefills) > 1:
                 killed = cluster.prefills[-1]
                 met = [one for one in trial.asked if one.answer is None]
                 cluster.kill_prefill(killed)
-            if not places.acquire(timeout=REQUEST_S):
-                break  # `wait` says what is out
-            trial.ask(chance.choice(asked), on_end=lambda _: places.release())
-            progress.advance(task)
-        trial.wait(REQUEST_S)
-    half = args.requests // 2
+            progress.update(task, completed=number)
+
+        chance = random.Random(SEED)
+        trial.load(asked, args.requests, args.concurrency, REQUEST_S, chance, step)
     early = [one for one in trial.asked[:half] if one not in met]
     late = [one for one in trial.asked if one not in early]
     problems = _problems(cluster, before, early, late, killed)

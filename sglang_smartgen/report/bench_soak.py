@@ -12,7 +12,6 @@ import contextlib
 import json
 import random
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -97,19 +96,18 @@ def _ask_all(
     args: argparse.Namespace, cluster: Cluster, asked: list[Question], log: Console
 ) -> tuple[Trial, dict[str, list[int]]]:
     """Keep `concurrency` requests open until all are done; memory by process at a third and end."""
-    chance, trial = random.Random(SEED + 1), Trial(cluster)
-    places = threading.Semaphore(args.concurrency)
+    trial = Trial(cluster)
     memory: dict[str, list[int]] = {}
     with Progress(console=log, transient=True) as progress:
         task = progress.add_task("soak", total=args.requests)
-        for number in range(args.requests):
+
+        def before(number: int) -> None:
             if number == args.requests // 3:
                 _add(memory, cluster)
-            if not places.acquire(timeout=REQUEST_S):
-                break  # `wait` says what is out
-            trial.ask(chance.choice(asked), on_end=lambda _: places.release())
-            progress.advance(task)
-        trial.wait(REQUEST_S)
+            progress.update(task, completed=number)
+
+        chance = random.Random(SEED + 1)
+        trial.load(asked, args.requests, args.concurrency, REQUEST_S, chance, before)
     _add(memory, cluster)
     return trial, memory
 

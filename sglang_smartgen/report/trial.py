@@ -85,6 +85,28 @@ class Trial:
         self._threads[-1].start()
         return asked
 
+    def load(
+        self,
+        questions: Sequence[Question],
+        count: int,
+        concurrency: int,
+        timeout_s: float,
+        chance: random.Random,
+        before: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Ask `count` questions drawn by `chance`, so many at a time, and wait for all answers.
+
+        before: called with the number of each that is about to be asked. Raises RequestError when
+        one is out for longer than `timeout_s`.
+        """
+        places = threading.Semaphore(concurrency)
+        for number in range(count):
+            before(number)
+            if not places.acquire(timeout=timeout_s):
+                break  # `wait` says what is out
+            self.ask(chance.choice(questions), on_end=lambda _: places.release())
+        self.wait(timeout_s)
+
     def wait(self, timeout_s: float) -> None:
         """Wait for all answers. Raises RequestError when one is still out after `timeout_s`."""
         deadline = time.monotonic() + timeout_s

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+import threading
 from typing import Any, cast
 
 import pytest
 
 from sglang_smartgen.config import ConfigError
 from sglang_smartgen.report import idle, shaped, trial
-from sglang_smartgen.report.client import Answer
+from sglang_smartgen.report.client import Answer, RequestError
 from sglang_smartgen.report.cluster import Cluster
 from sglang_smartgen.report.trial import Asked, Question, Trial, mixed_lengths
 
@@ -87,3 +89,33 @@ def test_only_a_network_of_its_own_is_cut(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv(shaped.SHAPED_ENV, raising=False)
     with pytest.raises(ConfigError, match="namespace of its own"):
         shaped.set_link(up=False)
+
+
+def test_a_load_keeps_so_many_open_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, open_, most, numbers = threading.Lock(), 0, 0, list[int]()
+    full = threading.Event()
+
+    def answer(cluster: Cluster, question: Question, rid: str) -> Answer:
+        nonlocal open_, most
+        with lock:
+            open_ += 1
+            most = max(most, open_)
+            if open_ == 3:
+                full.set()
+        full.wait(5.0)  # the first three are out together
+        with lock:
+            open_ -= 1
+        return Answer(token_ids=[5, 6, 7])
+
+    monkeypatch.setattr(trial, "_ask", answer)
+    run = Trial(cast(Cluster, Pair()))
+    run.load([QUESTION], 12, 3, 10.0, random.Random(1), numbers.append)
+    assert most == 3 and numbers == list(range(12)) and run.verdicts() == {"right": 12}
+
+
+def test_a_load_ends_when_a_request_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(trial, "_ask", lambda *_, **__: over.wait(30.0))
+    with pytest.raises(RequestError, match="2 requests have no end"):
+        Trial(cast(Cluster, Pair())).load([QUESTION], 9, 2, 0.1, random.Random(1))
+    over.set()
