@@ -28,7 +28,13 @@ if TYPE_CHECKING:
     from e2e_cpu.conftest import Pairs
 
 RANKS, LAYERS, BLOCKS, TOKENS = 2, 8, 64, 24
-CONFIG = {"selector": "hata", "store_gb": 0.05, "min_prompt_len": 64, "blocks_per_layer": BLOCKS}
+CONFIG = {
+    "selector": "hata",
+    "store_gb": 0.05,
+    "min_prompt_len": 64,
+    "blocks_per_layer": BLOCKS,
+    "fetch_timeout_s": 10,  # four schedulers share what cores there are
+}
 SHARE = {"mode": "smartgen", "ratio": 0.1, "speculative_ratio": 0}
 ONLY_DENSE = {**SHARE, "proactive_blocks": 2 * BLOCKS}
 FILLED = {**ONLY_DENSE, "speculative_ratio": 0.05}
