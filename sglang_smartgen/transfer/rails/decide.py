@@ -25,7 +25,10 @@ def usable(links: list[Link], may: Sequence[bool] | None = None) -> list[Link]:
     """
     if may is None:
         tier = links[0].tier
-        if not any(link.health.paused or link.tier != tier for link in links):
+        for link in links:
+            if link.health.paused or link.tier != tier:
+                break
+        else:
             return links
     reach = [link for i, link in enumerate(links) if may is None or may[i]]
     live = [link for link in reach if not link.health.paused]

@@ -65,8 +65,9 @@ class Intent(Completion):
         What is left is shared out evenly: a last slice that took what remains of one as well would
         hold up whatever waits behind it for twice the time.
         """
-        count = max(1, min(-(-self.uncut // length), self.uncut // SLICE_BYTES))
-        length = -(-self.uncut // count)
+        uncut = self.uncut
+        count = min(-(-uncut // length), uncut // SLICE_BYTES)
+        length = -(-uncut // count) if count > 1 else uncut
         spans: list[Span] = []
         size = 0
         while size < length and len(spans) < SLICE_SPANS:

@@ -85,6 +85,8 @@ class Link:
         What is under way cannot be called back, so little of it is: a speculative slice only when
         the link has run dry, else as much as keeps it busy.
         """
+        if not self.queued:
+            return True
         speed = self.speed
         if priority is Priority.SPECULATIVE:
             return self.queued <= speed.bandwidth * speed.b0
@@ -97,7 +99,8 @@ class Link:
 
     def finish_s(self, length: int, now: float) -> float:
         """Predicted seconds until a slice of `length` bytes is there, if it is sent now."""
-        return self._lag(now) + self.speed.finish_s(self.queued, length)
+        alone = self.speed.finish_s(self.queued, length)
+        return alone + self._lag(now) if self.attempts else alone
 
     def is_stale(self, now: float) -> bool:
         """Idle, and nothing has completed on it for a while."""
