@@ -89,7 +89,9 @@ class Bench:
         self.replies: queue.Queue[Message] = queue.Queue()
         self.side = PrefillSide(
             config=SmartGenConfig(
-                store_gb=store_gb, store_server="thread" if process is None else "process"
+                store_gb=store_gb,
+                store_server="thread" if process is None else "process",
+                fetch_timeout_s=PATIENCE_S,  # a busy machine is no hung decode node
             ),
             facts=self.here.facts,
             selector=hata(),
