@@ -10,6 +10,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sglang_smartgen.config import SmartGenConfig
@@ -20,6 +21,7 @@ from sglang_smartgen.core.counts import counts
 from sglang_smartgen.core.geometry import KVGeometry
 from sglang_smartgen.core.mask import LOCAL, REMOTE
 from sglang_smartgen.select.base import budget
+from sglang_smartgen.transfer.entries import Words, place_singles, place_tokens, words
 from sglang_smartgen.transfer.messages import Endpoint, Started
 from sglang_smartgen.transfer.residual import Portion
 
@@ -202,21 +204,17 @@ class DecodeRoom:
         count = portion.tokens.numel()
         whole = typed[: count * g.kv_heads * 2 * g.head_dim].view(2, count, g.kv_heads, g.head_dim)
         rest = typed[whole.numel() :].view(-1, 2, g.head_dim)
-        layer_of = portion.tokens // self.prompt_len
-        for layer, start, stop in _runs(layer_of):
-            token = portion.tokens[start:stop] % self.prompt_len
-            slot = self.slots[token]
-            keys[layer].index_copy_(0, slot, whole[0, start:stop])
-            values[layer].index_copy_(0, slot, whole[1, start:stop])
-            self.held[g.sparse_layers.index(layer)][:, token] = LOCAL
+        run_keys, run_values, run = words(whole[0]), words(whole[1]), words(rest)
+        slots = self.slots.numpy()
         code = portion.entries // g.kv_heads
-        head = portion.entries % g.kv_heads
+        heads = (portion.entries % g.kv_heads).numpy()
+        tokens, singles = ((c % self.prompt_len).numpy() for c in (portion.tokens, code))
+        for layer, start, stop in _runs(portion.tokens // self.prompt_len):
+            part, there = slice(start, stop), self._there(layer, keys, values)
+            place_tokens(run_keys[part], run_values[part], tokens[part], slots, *there)
         for layer, start, stop in _runs(code // self.prompt_len):
-            token = code[start:stop] % self.prompt_len
-            slot = self.slots[token]
-            keys[layer][slot, head[start:stop]] = rest[start:stop, 0]
-            values[layer][slot, head[start:stop]] = rest[start:stop, 1]
-            self.held[g.sparse_layers.index(layer)][head[start:stop], token] = LOCAL
+            part, there = slice(start, stop), self._there(layer, keys, values)
+            place_singles(run[part], singles[part], heads[part], slots, *there)
         size = portion.count(g.kv_heads) * g.entry_bytes
         self.stats.bytes_speculative += size
         counts.bytes["speculative"] += size
@@ -226,6 +224,13 @@ class DecodeRoom:
         self.left = left
         if not left:
             self.stats.steps_until_local = self.stats.steps
+
+    def _there(
+        self, layer: int, keys: list[Tensor], values: list[Tensor]
+    ) -> tuple[Words, Words, NDArray[np.int8]]:
+        """Where a layer's entries go: its pool buffers, and what is held of it."""
+        held = self.held[self.geometry.sparse_layers.index(layer)]
+        return words(keys[layer]), words(values[layer]), held.numpy()
 
     def _check(self, portion: Portion, length: int) -> None:
         """The codes come from the wire: each must name an entry of a sparse layer here."""

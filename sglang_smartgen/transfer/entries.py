@@ -90,6 +90,59 @@ def mark_entries(
 
 @compiled(
     *_each(
+        "void(word[:,:,::1], word[:,:,::1], int64[::1], int64[::1],"
+        " word[:,:,::1], word[:,:,::1], int8[:,::1])"
+    )
+)
+def place_tokens(
+    run_keys: Words,
+    run_values: Words,
+    tokens: NDArray[np.int64],
+    slots: NDArray[np.int64],
+    keys: Words,
+    values: Words,
+    held: NDArray[np.int8],
+) -> None:
+    """Put K and V [n, H, W] of whole `tokens` of the prompt into the pool; see place_entries."""
+    for i in range(len(tokens)):
+        token = tokens[i]
+        slot = slots[token]
+        for h in range(run_keys.shape[1]):
+            for w in range(run_keys.shape[2]):
+                keys[slot, h, w] = run_keys[i, h, w]
+            for w in range(run_keys.shape[2]):
+                values[slot, h, w] = run_values[i, h, w]
+            held[h, token] = LOCAL
+
+
+@compiled(
+    *_each(
+        "void(word[:,:,::1], int64[::1], int64[::1], int64[::1],"
+        " word[:,:,::1], word[:,:,::1], int8[:,::1])"
+    )
+)
+def place_singles(
+    run: Words,
+    tokens: NDArray[np.int64],
+    heads: NDArray[np.int64],
+    slots: NDArray[np.int64],
+    keys: Words,
+    values: Words,
+    held: NDArray[np.int8],
+) -> None:
+    """Put a run [n, 2, W] into the pool, each entry with its token and KV head; as place_tokens."""
+    for i in range(len(tokens)):
+        token, h = tokens[i], heads[i]
+        slot = slots[token]
+        for w in range(run.shape[2]):
+            keys[slot, h, w] = run[i, 0, w]
+        for w in range(run.shape[2]):
+            values[slot, h, w] = run[i, 1, w]
+        held[h, token] = LOCAL
+
+
+@compiled(
+    *_each(
         "void(word[:,:,::1], int64[::1], int64[:,::1], int64[:,::1], int64[::1],"
         " word[:,:,::1], word[:,:,::1], int8[:,::1], word[:,:,::1], word[:,:,::1])"
     )
