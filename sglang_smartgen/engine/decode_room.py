@@ -21,7 +21,7 @@ from sglang_smartgen.core.counts import counts
 from sglang_smartgen.core.geometry import KVGeometry
 from sglang_smartgen.core.mask import LOCAL, REMOTE
 from sglang_smartgen.select.base import budget
-from sglang_smartgen.transfer.entries import Words, place_singles, place_tokens, words
+from sglang_smartgen.transfer.entries import place_singles, place_tokens, words
 from sglang_smartgen.transfer.messages import Endpoint, Started
 from sglang_smartgen.transfer.residual import Portion
 
@@ -209,12 +209,18 @@ class DecodeRoom:
         code = portion.entries // g.kv_heads
         heads = (portion.entries % g.kv_heads).numpy()
         tokens, singles = ((c % self.prompt_len).numpy() for c in (portion.tokens, code))
+        # What is held is said behind the loops, by a thread that has the interpreter: a reader then
+        # finds the bytes that a mark stands for.
         for layer, start, stop in _runs(portion.tokens // self.prompt_len):
-            part, there = slice(start, stop), self._there(layer, keys, values)
-            place_tokens(run_keys[part], run_values[part], tokens[part], slots, *there)
+            part, held = slice(start, stop), self._held(layer)
+            pool = words(keys[layer]), words(values[layer])
+            place_tokens(run_keys[part], run_values[part], tokens[part], slots, *pool)
+            held[:, tokens[part]] = LOCAL
         for layer, start, stop in _runs(code // self.prompt_len):
-            part, there = slice(start, stop), self._there(layer, keys, values)
-            place_singles(run[part], singles[part], heads[part], slots, *there)
+            part, held = slice(start, stop), self._held(layer)
+            pool = words(keys[layer]), words(values[layer])
+            place_singles(run[part], singles[part], heads[part], slots, *pool)
+            held[heads[part], singles[part]] = LOCAL
         size = portion.count(g.kv_heads) * g.entry_bytes
         self.stats.bytes_speculative += size
         counts.bytes["speculative"] += size
@@ -225,12 +231,9 @@ class DecodeRoom:
         if not left:
             self.stats.steps_until_local = self.stats.steps
 
-    def _there(
-        self, layer: int, keys: list[Tensor], values: list[Tensor]
-    ) -> tuple[Words, Words, NDArray[np.int8]]:
-        """Where a layer's entries go: its pool buffers, and what is held of it."""
-        held = self.held[self.geometry.sparse_layers.index(layer)]
-        return words(keys[layer]), words(values[layer]), held.numpy()
+    def _held(self, layer: int) -> NDArray[np.int8]:
+        """`held` of a sparse layer, [kv_heads, prompt_len]."""
+        return self.held[self.geometry.sparse_layers.index(layer)].numpy()
 
     def _check(self, portion: Portion, length: int) -> None:
         """The codes come from the wire: each must name an entry of a sparse layer here."""

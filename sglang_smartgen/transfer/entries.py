@@ -90,8 +90,7 @@ def mark_entries(
 
 @compiled(
     *_each(
-        "void(word[:,:,::1], word[:,:,::1], int64[::1], int64[::1],"
-        " word[:,:,::1], word[:,:,::1], int8[:,::1])"
+        "void(word[:,:,::1], word[:,:,::1], int64[::1], int64[::1], word[:,:,::1], word[:,:,::1])"
     )
 )
 def place_tokens(
@@ -101,25 +100,19 @@ def place_tokens(
     slots: NDArray[np.int64],
     keys: Words,
     values: Words,
-    held: NDArray[np.int8],
 ) -> None:
     """Put K and V [n, H, W] of whole `tokens` of the prompt into the pool; see place_entries."""
     for i in range(len(tokens)):
-        token = tokens[i]
-        slot = slots[token]
+        slot = slots[tokens[i]]
         for h in range(run_keys.shape[1]):
             for w in range(run_keys.shape[2]):
                 keys[slot, h, w] = run_keys[i, h, w]
             for w in range(run_keys.shape[2]):
                 values[slot, h, w] = run_values[i, h, w]
-            held[h, token] = LOCAL
 
 
 @compiled(
-    *_each(
-        "void(word[:,:,::1], int64[::1], int64[::1], int64[::1],"
-        " word[:,:,::1], word[:,:,::1], int8[:,::1])"
-    )
+    *_each("void(word[:,:,::1], int64[::1], int64[::1], int64[::1], word[:,:,::1], word[:,:,::1])")
 )
 def place_singles(
     run: Words,
@@ -128,17 +121,14 @@ def place_singles(
     slots: NDArray[np.int64],
     keys: Words,
     values: Words,
-    held: NDArray[np.int8],
 ) -> None:
     """Put a run [n, 2, W] into the pool, each entry with its token and KV head; as place_tokens."""
     for i in range(len(tokens)):
-        token, h = tokens[i], heads[i]
-        slot = slots[token]
+        slot, h = slots[tokens[i]], heads[i]
         for w in range(run.shape[2]):
             keys[slot, h, w] = run[i, 0, w]
         for w in range(run.shape[2]):
             values[slot, h, w] = run[i, 1, w]
-        held[h, token] = LOCAL
 
 
 @compiled(
@@ -163,7 +153,8 @@ def place_entries(
 
     KV head h has the next `counts[h]` entries: at `position` [H, k] of the prompt, whose pool slots
     are `slots` [tokens], and at `column` [H, k] of `keys_out` and `values_out` [H, k, W], which may
-    be empty. keys, values: [pool_slots, H, W]. held: [H, tokens], LOCAL for each from now on.
+    be empty. keys, values: [pool_slots, H, W]. held: [H, tokens], LOCAL for each from now on; the
+    calling thread alone may read it, for a loop gives no other one an order of its writes.
     """
     wanted = keys_out.shape[1] > 0
     i = 0
