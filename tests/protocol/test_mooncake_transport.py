@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from transport_worlds import done, failed, make
 
@@ -69,8 +71,35 @@ def test_mooncake_chunks_go_out_in_turn_and_the_first_failure_ends_the_write(cod
     transport.close()
 
 
-def test_a_long_write_to_a_peer_that_dies_fails(tmp_path, monkeypatch):
-    monkeypatch.setattr(mooncake, "_WATCH_S", -1.0)
+class SlowEngine:
+    """Has single requests only, and finishes each 0.2 s after it was submitted."""
+
+    def __init__(self) -> None:
+        self.submitted: list[float] = []
+        self.asked = 0
+
+    def transfer_submit_write(self, peer, source, destination, length) -> int:
+        self.submitted.append(time.monotonic())
+        return len(self.submitted)
+
+    def transfer_check_status(self, request) -> int:
+        self.asked += 1
+        return int(time.monotonic() - self.submitted[request - 1] > 0.2)
+
+
+@pytest.mark.parametrize("spans", [1, 16])
+def test_mooncake_is_asked_about_a_small_write_now_and_then(spans):
+    engine = SlowEngine()
+    transport = MooncakeTransport(engine, "here:1")
+    done(transport.write("there:2", [Span(i, i, 1) for i in range(spans)]))
+    assert len(engine.submitted) == spans
+    assert engine.asked < 1000 * spans  # a loop without a pause asks 100 times as often
+    transport.close()
+
+
+def test_a_large_chunk_to_a_peer_that_dies_fails(tmp_path, monkeypatch):
+    monkeypatch.setattr(mooncake, "_SINGLY", 0)
+    monkeypatch.setattr(mooncake, "_WATCHED", 1)
     world = make("mooncake", tmp_path)
     try:
         done(world.write(*[(i * 64, i * 64, 64) for i in range(20)]))

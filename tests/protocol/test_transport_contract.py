@@ -19,16 +19,17 @@ from sglang_smartgen.transfer.mooncake import MooncakeTransport
 from sglang_smartgen.transfer.socket import SocketTransport
 from sglang_smartgen.transfer.transport import Region, Span, TransportError, WriteState
 
-LONG = "mooncake, as it sends what takes long"
+LARGE = "mooncake, as it sends a large chunk"
 
 
-@pytest.fixture(scope="module", params=[*KINDS, LONG])
+@pytest.fixture(scope="module", params=[*KINDS, LARGE])
 def shared_world(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         kind = request.param
-        if kind == LONG:
+        if kind == LARGE:
             kind = "mooncake"
-            patch.setattr(mooncake, "_WATCH_S", -1.0)
+            patch.setattr(mooncake, "_SINGLY", 0)
+            patch.setattr(mooncake, "_WATCHED", 1)
         made = make(kind, tmp_path_factory.mktemp("world"))
         yield made
         made.close()
