@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=32, help="tokens of each answer")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--arms", default=",".join(ARMS), help="of " + ", ".join(ARMS))
+    parser.add_argument(
+        "--arms", default=",".join(ARMS), help=("of " + ", ".join(ARMS)).replace("%", "%%")
+    )
     parser.add_argument("--config", default='{"ratio": 0.1}', help="of the pair: JSON or a file")
     parser.add_argument("--out", type=Path, help="append every request as a line of JSON here")
 

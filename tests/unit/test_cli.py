@@ -13,6 +13,7 @@ import pytest
 
 from sglang_smartgen import cli
 from sglang_smartgen.config import ConfigError
+from sglang_smartgen.report import bench
 
 
 @pytest.fixture
@@ -25,6 +26,17 @@ def command(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     before = signal.getsignal(signal.SIGTERM)
     yield module
     signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(
+    "words", [(name,) for name in cli.COMMANDS] + [("bench", name) for name in bench.BENCHMARKS]
+)
+def test_every_command_shows_its_flags(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*words, "--help"])
+    assert ended.value.code == 0 and "options:" in capsys.readouterr().out
 
 
 def test_a_command_gets_its_arguments(command: types.ModuleType) -> None:
