@@ -10,7 +10,6 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sglang_smartgen.config import SmartGenConfig
@@ -212,12 +211,14 @@ class DecodeRoom:
         # What is held is said behind the loops, by a thread that has the interpreter: a reader then
         # finds the bytes that a mark stands for.
         for layer, start, stop in _runs(portion.tokens // self.prompt_len):
-            part, held = slice(start, stop), self._held(layer)
+            part = slice(start, stop)
+            held = self.held_of(layer).numpy()
             pool = words(keys[layer]), words(values[layer])
             place_tokens(run_keys[part], run_values[part], tokens[part], slots, *pool)
             held[:, tokens[part]] = LOCAL
         for layer, start, stop in _runs(code // self.prompt_len):
-            part, held = slice(start, stop), self._held(layer)
+            part = slice(start, stop)
+            held = self.held_of(layer).numpy()
             pool = words(keys[layer]), words(values[layer])
             place_singles(run[part], singles[part], heads[part], slots, *pool)
             held[heads[part], singles[part]] = LOCAL
@@ -231,9 +232,9 @@ class DecodeRoom:
         if not left:
             self.stats.steps_until_local = self.stats.steps
 
-    def _held(self, layer: int) -> NDArray[np.int8]:
-        """`held` of a sparse layer, [kv_heads, prompt_len]."""
-        return self.held[self.geometry.sparse_layers.index(layer)].numpy()
+    def held_of(self, layer: int) -> Tensor:
+        """`held` of a sparse layer: int8 [kv_heads, prompt_len], the same memory."""
+        return self.held[self.geometry.sparse_layers.index(layer)]
 
     def _check(self, portion: Portion, length: int) -> None:
         """The codes come from the wire: each must name an entry of a sparse layer here."""
@@ -268,8 +269,7 @@ class DecodeRoom:
             return None
         status = self.mask[layer].expand(self.geometry.kv_heads, -1)
         if layer in self.geometry.sparse_layers:  # of a dense layer nothing is ever fetched
-            held = self.held[self.geometry.sparse_layers.index(layer)]
-            status = torch.minimum(status, held)
+            status = torch.minimum(status, self.held_of(layer))
         if bool((status == LOCAL).all()):
             self.layer_is_local[layer] = True
             return None

@@ -232,6 +232,6 @@ class Lanes:
             want.room.slots.numpy(),
             words(self._side.facts.keys[layer]),
             words(self._side.facts.values[layer]),
-            want.room.held[g.sparse_layers.index(layer)].numpy(),
+            want.room.held_of(layer).numpy(),
             *map(words, out or (nowhere, nowhere)),
         )
