@@ -54,7 +54,9 @@ class SmartGenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     min_prompt_len: prompts shorter than this use SGLang's own full transfer and dense attention.
     store_gb: budget of the prefill store in GiB, of each rank.
     store_server: `thread` serves the store inside the scheduler process, `process` in a process of
-        its own, which costs a second transport engine and some 300 MB of memory.
+        its own: fetches then take nothing from the prefill, for a second transport engine and some
+        300 MB of memory. `auto` is `process`, but `thread` with a hierarchical cache, whose pages
+        another process cannot see, and with rails, whose priorities hold inside one process.
     fetch_timeout_s: seconds that one remote fetch may take before its requests fail; on P, that
         one write of a fetch may take. Set it alike on both.
     transport: `mooncake`, or `rails`: every way that both nodes have, see docs/rails.md.
@@ -85,7 +87,7 @@ class SmartGenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     trace: bool = False
     min_prompt_len: int = 256
     store_gb: float = 4.0
-    store_server: Literal["thread", "process"] = "thread"
+    store_server: Literal["auto", "thread", "process"] = "auto"
     fetch_timeout_s: float = 5.0
     transport: Literal["mooncake", "rails"] = "mooncake"
     rails: list[str] = msgspec.field(default_factory=list)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from small_rank import HEADS, LAYERS, ROWS, SLOTS, WIDTH, SmallRank, hata
@@ -63,7 +64,8 @@ class ScriptedOutcome:
 class Bench:
     """A prefill side at node p; node d is memory of this process. `replies` is what D was told.
 
-    session: D's; process: the transport of a server process, which P's store is to be served by.
+    session: D's; process: the transport of a server process, None: there can be none. config: more
+    settings.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Bench:
         session: str = "d",
         process: TransportSpec | None = None,
         path: DevicePath | None = None,
+        **config: Any,
     ) -> None:
         self.network = FakeNetwork()
         self.session = session
@@ -90,8 +93,8 @@ class Bench:
         self.side = PrefillSide(
             config=SmartGenConfig(
                 store_gb=store_gb,
-                store_server="thread" if process is None else "process",
                 fetch_timeout_s=PATIENCE_S,  # a busy machine is no hung decode node
+                **config,
             ),
             facts=self.here.facts,
             selector=hata(),

@@ -83,7 +83,7 @@ class PrefillSide:
         path: DevicePath | None = None,
         tiered: bool = False,
     ) -> None:
-        """`process_transport` is that of a server process, where the configuration asks for one.
+        """`process_transport` is that of a server process, None where there can be none.
 
         on_move: `serve_endpoint` has changed; every decode rank must be told. path: of this host;
         None: a CPU host's. tiered: P has a hierarchical cache, to be given to `borrow_from`.
@@ -98,7 +98,7 @@ class PrefillSide:
         self._outcome = outcome
         try:
             # A server process does not see SGLang's host tier: the store keeps copies there.
-            kind = TieredStore if tiered and config.store_server == "thread" else PrefillStore
+            kind = TieredStore if tiered and config.store_server != "process" else PrefillStore
             self.store = kind(facts.geometry, selector, int(config.store_gb * (1 << 30)))
         except (OSError, OverflowError, ValueError) as error:
             raise ConfigError(
@@ -134,28 +134,36 @@ class PrefillSide:
         self.bytes_metadata = 0
         self.finished: deque[dict[str, Any]] = deque(maxlen=FINISHED_KEPT)
         self.lending: Lending | None = None
-        self.server = self._start_server(process_transport, on_move)
+        self._on_move = on_move
+        self.server = self._start_server(process_transport, tiered)
 
-    def _start_server(self, spec: TransportSpec | None, on_move: Callable[[], None]) -> StoreServer:
-        as_process = self.config.store_server == "process"
+    def _start_server(self, spec: TransportSpec | None, tiered: bool) -> StoreServer:
+        wanted = self.config.store_server
         try:
-            if as_process and spec is None:
+            if wanted == "process" and spec is None:
                 raise ServeError("no transport for it is given")
-            return StoreServer(
-                self._transport,
-                self.store,
-                process=spec if as_process else None,
-                peer_of=self._peers.get,
-                reply=self._reply,
-                settle=self._stopped,
-                released=self._released,
-                doubt=self._rooms.doubt,
-                moved=on_move,
-                timeout_s=self.config.fetch_timeout_s,
-                busy=self._push.busy,
-            )
+            inside = wanted == "auto" and (tiered or self.config.transport == "rails")
+            return self._server(None if wanted == "thread" or inside else spec)
         except ServeError as error:
-            raise ConfigError(f"store_server is 'process', which fails here: {error}") from None
+            if wanted == "process":
+                raise ConfigError(f"store_server is 'process', which fails here: {error}") from None
+            logger.warning("SmartGen serves its store in a thread, for a process fails: %s", error)
+            return self._server(None)
+
+    def _server(self, process: TransportSpec | None) -> StoreServer:
+        return StoreServer(
+            self._transport,
+            self.store,
+            process=process,
+            peer_of=self._peers.get,
+            reply=self._reply,
+            settle=self._stopped,
+            released=self._released,
+            doubt=self._rooms.doubt,
+            moved=self._on_move,
+            timeout_s=self.config.fetch_timeout_s,
+            busy=self._push.busy,
+        )
 
     @property
     def fallbacks(self) -> dict[str, int]:

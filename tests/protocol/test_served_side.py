@@ -187,4 +187,20 @@ def test_a_process_that_cannot_start_is_a_configuration_error(
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setenv("STUB", "refuse")
     with pytest.raises(ConfigError, match=r"^store_server is 'process', .*: no engine today$"):
-        Bench(process=TransportSpec("mooncake", "127.0.0.1"))
+        Bench(process=TransportSpec("mooncake", "127.0.0.1"), store_server="process")
+
+
+def test_where_no_process_was_asked_for_a_thread_takes_its_place(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(serve_parent, "MODULE", "serve_stub")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setenv("STUB", "refuse")
+    bench = Bench(process=TransportSpec("mooncake", "127.0.0.1"))
+    assert bench.side.serve_endpoint is None and "no engine today" in caplog.text
+
+
+@pytest.mark.parametrize("config", [{"store_server": "thread"}, {"transport": "rails"}])
+def test_rails_and_a_wish_are_served_by_a_thread(config: dict[str, str]) -> None:
+    spec = TransportSpec("mooncake", "127.0.0.1")
+    assert Bench(process=spec, **config).side.serve_endpoint is None
