@@ -191,13 +191,16 @@ def test_one_rank_of_prefill_that_hangs_ends_the_request_on_both(cluster: Cluste
     failures = [rank["counters"]["failures"] for rank in ranks(cluster, "decode")]
     expected = ask(cluster.url, PROMPTS[1], TOKENS, smartgen=FETCHES).token_ids
     request = Request(cluster)
-    hung = rank_process(cluster, "prefill", 1)
-    hung.send_signal(signal.SIGSTOP)
+    scheduler = rank_process(cluster, "prefill", 1)
+    hung = [*scheduler.children(), scheduler]  # the process that serves its store is a child
+    for process in hung:
+        process.send_signal(signal.SIGSTOP)
     try:
         error = request.error()
         assert "decode rank 1" in error and "no answer from prefill within" in error
     finally:
-        hung.send_signal(signal.SIGCONT)
+        for process in hung:
+            process.send_signal(signal.SIGCONT)
     cluster.flush_cache()
     assert ask(cluster.url, PROMPTS[1], TOKENS, smartgen=FETCHES).token_ids == expected
     assert free(cluster) == before
