@@ -54,7 +54,7 @@ class SmartGenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     min_prompt_len: prompts shorter than this use SGLang's own full transfer and dense attention.
     store_gb: budget of the prefill store in GiB, of each rank.
     store_server: `thread` serves the store inside the scheduler process, `process` in a process of
-        its own: fetches then take nothing from the prefill, for a second transport engine and some
+        its own: fetches then hardly slow the prefill down, for a second transport engine and some
         300 MB of memory. `auto` is `process`, but `thread` with a hierarchical cache, whose pages
         another process cannot see, and with rails, whose priorities hold inside one process.
     fetch_timeout_s: seconds that one remote fetch may take before its requests fail; on P, that

@@ -211,14 +211,12 @@ class DecodeRoom:
         # What is held is said behind the loops, by a thread that has the interpreter: a reader then
         # finds the bytes that a mark stands for.
         for layer, start, stop in _runs(portion.tokens // self.prompt_len):
-            part = slice(start, stop)
-            held = self.held_of(layer).numpy()
+            part, held = slice(start, stop), self.held_of(layer).numpy()
             pool = words(keys[layer]), words(values[layer])
             place_tokens(run_keys[part], run_values[part], tokens[part], slots, *pool)
             held[:, tokens[part]] = LOCAL
         for layer, start, stop in _runs(code // self.prompt_len):
-            part = slice(start, stop)
-            held = self.held_of(layer).numpy()
+            part, held = slice(start, stop), self.held_of(layer).numpy()
             pool = words(keys[layer]), words(values[layer])
             place_singles(run[part], singles[part], heads[part], slots, *pool)
             held[heads[part], singles[part]] = LOCAL

@@ -235,7 +235,7 @@ class _Lane:
             return "the transport was closed"
         total = sum(span.length for span in chunk)
         expected = self._expected_s(total, len(chunk))
-        together = 0 if len(chunk) <= _SINGLY else max(0, len(chunk) - _WATCHED)
+        together = 0 if len(chunk) <= _SINGLY else len(chunk) - _WATCHED
         started = time.monotonic()
         batches = [self._submit(chunk[:together])] if together else []
         single = [
